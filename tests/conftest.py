@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: MIT
+"""Profiles of hypothesis, the GPU that may be there, and the narrowing to one kernel."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from cupyflash import _cache, _compile
+
+# A first example may build a kernel, so no deadline; and machines of CI are slow.
+_slow_is_fine = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("dev", **_slow_is_fine)
+settings.register_profile("ci", derandomize=True, database=None, **_slow_is_fine)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+@functools.cache
+def _no_gpu() -> str:
+    """Why tests marked gpu can't run here; empty if they can."""
+    try:
+        import cupy
+    except ImportError:
+        return "CuPy is not installed"
+    except OSError as error:
+        return f"CuPy can't be imported: {error}"
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no GPU: {error}"
+    return ""
+
+
+@pytest.fixture
+def cupy():
+    """CuPy, in a test marked gpu."""
+    return sys.modules["cupy"]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache folder, and no memory of earlier builds or warnings."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(folder))
+    monkeypatch.delenv("CUPYFLASH_CACHE_SIZE_MB", raising=False)
+    monkeypatch.setattr(_compile, "_memory", {})
+    monkeypatch.setattr(_compile, "_loaded", {})
+    monkeypatch.setattr(_cache, "_warned", False)
+    return folder
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and (reason := _no_gpu()):
+        pytest.skip(reason)
+
+
+def pytest_collection_modifyitems(config, items):
+    wanted = os.environ.get("CUPYFLASH_TEST_KERNEL")
+    if not wanted:
+        return
+    if wanted not in (known := _compile.kernel_names()):
+        raise pytest.UsageError(f"no kernel {wanted!r}; there are: {', '.join(known)}")
+    kept = [item for item in items if _concerns(item, wanted)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+
+
+def _concerns(item, kernel):
+    """Whether a test belongs to a kernel: by its marker, by a parameter, or by its name."""
+    marked = any(kernel in marker.args for marker in item.iter_markers("kernel"))
+    return marked or kernel in item.nodeid
