@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: MIT
+"""Run CUDA kernels on the CPU: compiled by g++, one fibre per thread, checked by sanitizers.
+
+The driver takes a launch record as the GPU path does, with numpy arrays. See
+``docs/host-execution.md``.
+"""
+
+from hostcuda.launch import HostFault, Schedule, empty, run, run_schedules
+from hostcuda.modules import compile_many
+from hostcuda.toolchain import unavailable
+
+__all__ = ["HostFault", "Schedule", "compile_many", "empty", "run", "run_schedules", "unavailable"]
