@@ -51,8 +51,13 @@ def adopt(function: str, name: str, array: Any) -> Any:
     ------
     TypeError
         If ``array`` is none of: a numpy or CuPy array, an object with ``__dlpack__`` on a CPU or
-        a CUDA device, an object with ``__cuda_array_interface__``.
+        a CUDA device, an object with ``__cuda_array_interface__``; or if it is a masked array.
     """
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(
+            f"{function}: {name} is a masked array, whose mask would be ignored; pass its data "
+            "(and what to hide as mask=)"
+        )
     if isinstance(array, np.ndarray) or is_cupy(array):
         return array
     if hasattr(array, "__dlpack_device__"):

@@ -347,6 +347,10 @@ def _compile(
     version = "{}.{}".format(*_call(nvrtc, nvrtc.nvrtcVersion))
     toolkit, _ = _toolkit()
     all_options = [f"-arch={architecture}", *_OPTIONS, *options]
+    if nvrtc_version() >= (12, 9):
+        # Since then NVRTC keeps a cache of its own where there is a driver, and what comes out of
+        # it comes without the resource report.
+        all_options.append("--no-cache")
     if toolkit is not None:
         all_options.append(f"-I{toolkit}")
     # Headers go in as text: what is built is what was hashed, whatever happens to the files.

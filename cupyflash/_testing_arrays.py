@@ -117,7 +117,10 @@ def poison(array):
     array([-1, -1], dtype=int8)
     """
     kind = array.dtype.kind
-    array[...] = True if kind == "b" else array.dtype.type(-1 if kind in "iu" else math.nan)
+    if kind == "u":
+        array[...] = np.iinfo(array.dtype).max
+    else:
+        array[...] = True if kind == "b" else array.dtype.type(-1 if kind == "i" else math.nan)
     return array
 
 

@@ -87,6 +87,8 @@ def visible(seqlen_q, seqlen_k, *, causal=False, window=None, seqlens_k=None) ->
     left, right = (-1 if end is None else int(end) for end in (window or (None, None)))
     if min(left, right) < -1:
         raise ValueError(f"visible: window is {window!r}; entries are >= 0, or None or -1")
+    # Past both lengths a window is no limit; numpy's integers wrap around for larger numbers.
+    left, right = (min(end, seqlen_q + seqlen_k) for end in (left, right))
     if causal:
         right = 0
 

@@ -75,11 +75,18 @@ MAGNITUDES = ("unit", "tiny", "large", "shifted", "limit")
 def tile_edges(*tiles: int) -> list[int]:
     """Lengths around the edges of tiles: 0, 1, and for each tile size n: n - 1, n, n + 1, 2n + 1.
 
+    Raises
+    ------
+    ValueError
+        If a tile size is below 1.
+
     Examples
     --------
     >>> tile_edges(16, 64)
     [0, 1, 15, 16, 17, 33, 63, 64, 65, 129]
     """
+    if min(tiles, default=1) < 1:
+        raise ValueError(f"tile_edges: tiles are {tiles}; expected sizes of at least 1")
     return sorted({0, 1}.union(*((n - 1, n, n + 1, 2 * n + 1) for n in tiles)))
 
 
@@ -122,7 +129,8 @@ def attention_problems(
     Raises
     ------
     ValueError
-        If one of the lists is empty or has a name that is not among the allowed ones.
+        If one of the lists is empty or has a name that is not among the allowed ones, or if a
+        length is negative or a head_dim below 1.
 
     Examples
     --------
@@ -143,6 +151,11 @@ def attention_problems(
     for argument, given in (lists | {"layouts": layouts, "magnitudes": magnitudes}).items():
         if not given:
             raise ValueError(f"attention_problems: {argument} is empty; expected at least one")
+    for argument, given, least in (("lengths", lengths, 0), ("head_dims", head_dims, 1)):
+        if min(given) < least:
+            raise ValueError(
+                f"attention_problems: {argument} has {min(given)}; expected at least {least}"
+            )
     return _problems(
         list(dtypes),
         sorted(lengths),

@@ -42,7 +42,7 @@ def faults(build: _compile.Build) -> list[str]:
     The tile table says where a spill is allowed.
     """
     found = []
-    allowed = tiling.SPILLS_ALLOWED.get((build.kernel, build.architecture), 0)
+    allowed = tiling.spill_bytes_allowed(build.kernel, build.architecture)
     for name in ("spill_store_bytes", "spill_load_bytes", "stack_bytes"):
         if (count := getattr(build, name)) > allowed:
             found.append(f"{name} {count}")

@@ -66,7 +66,7 @@ def assert_same(actual, expected):
 @given(seeds, st.integers(1, 40))
 def test_page2_exponents_of_a_block_lie_in_0_1(seed, size):
     x = 100 * np.random.default_rng(seed).standard_normal(size)
-    m, f, l = block_statistics(x)  # noqa: E741
+    m, f, l = block_statistics(x)
     assert np.all((f >= 0) & (f <= 1))
     assert f.max() == 1
     state = fold(start(()), x)
@@ -91,7 +91,7 @@ def test_page2_local_max_cancels(seed, size_1, size_2):
 def test_page2_merging_two_blocks(seed, size_1, size_2):
     # l(x) = e^(m(x1) - m(x)) l(x1) + e^(m(x2) - m(x)) l(x2)
     x1, x2 = np.split(3 * np.random.default_rng(seed).standard_normal(size_1 + size_2), [size_1])
-    m, _, l = block_statistics(np.concatenate([x1, x2]))  # noqa: E741
+    m, _, l = block_statistics(np.concatenate([x1, x2]))
     merged = merge(fold(start(()), x1), fold(start(()), x2))
     assert merged.m == m
     assert merged.l == pytest.approx(l, rel=1e-14)
@@ -104,7 +104,7 @@ def test_page2_logic_continues_to_n_over_b_blocks(seed, blocks, size):
     state = start(())
     for block in x:
         state = fold(state, block)
-    m, f, l = block_statistics(x.ravel())  # noqa: E741
+    m, f, l = block_statistics(x.ravel())
     assert state.m == m
     assert state.l == pytest.approx(l, rel=1e-14)
     softmax = np.exp(x.ravel() - state.m) / state.l
@@ -175,7 +175,7 @@ def test_page3_o_is_exact_after_every_step(seed, seqlen_q, seqlen_k, Br, Bc, cau
     Tr, Tc = math.ceil(seqlen_q / Br), math.ceil(seqlen_k / Bc)
     expected_order = [(j, i) for j in range(1, Tc + 1) for i in range(1, Tr + 1)]
     walked = []
-    for j, i, O, l, m in algorithm1_steps(  # noqa: E741
+    for j, i, O, l, m in algorithm1_steps(
         q, k, v, Br=Br, Bc=Bc, softmax_scale=1.5, causal=causal, bias=bias, mask=mask
     ):
         walked.append((j, i))

@@ -206,7 +206,7 @@ def test_h01_row_that_the_mask_empties():
     assert all(np.isfinite(g).all() for g in grads[:3])
 
 
-@pytest.mark.parametrize("right", [7, 2**31 - 1])
+@pytest.mark.parametrize("right", [7, 2**31 - 1, 2**63 - 1, 2**70])
 def test_h07_wide_right_window_hides_nothing(right):
     assert visible(8, 4, window=(-1, right)).all()
 

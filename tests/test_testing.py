@@ -57,7 +57,7 @@ def low_precision(problem):
     s = np.where(shown, s, wide(-np.inf))
     m = s.max(-1, keepdims=True, initial=-np.inf)
     p = np.exp(s - np.where(np.isinf(m), wide(0), m))
-    l = p.sum(-1, keepdims=True)  # noqa: E741
+    l = p.sum(-1, keepdims=True)
     one = np.where(l == 0, wide(1), l)
     o = ((p.astype(dtype).astype(wide) @ v) / one).astype(dtype)
     lse = (m + np.log(one))[..., 0]
@@ -197,6 +197,8 @@ def test_max_scores_holds(problem):
         ({"layouts": ["fortran"]}, "layouts has 'fortran'"),
         ({"magnitudes": []}, "magnitudes is empty"),
         ({"lengths": []}, "lengths is empty"),
+        ({"lengths": [3, -1]}, "lengths has -1; expected at least 0"),
+        ({"head_dims": [0, 8]}, "head_dims has 0; expected at least 1"),
     ],
 )
 def test_unknown_restrictions_are_refused(restriction, message):
@@ -230,6 +232,8 @@ def test_repr_names_shapes_dtypes_strides_and_options():
 
 def test_tile_edges():
     assert tile_edges(8) == [0, 1, 7, 8, 9, 17]
+    with pytest.raises(ValueError, match="tiles are \\(8, 0\\); expected sizes of at least 1"):
+        tile_edges(8, 0)
 
 
 def test_cupyflash_imports_without_hypothesis():
@@ -478,3 +482,8 @@ def test_guard_width_is_checked():
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)
 def test_poison_is_nan(dtype):
     assert np.isnan(poison(np.zeros((2, 3), dtype))).all()
+
+
+@pytest.mark.parametrize("dtype", ["int16", "uint8", "uint64"])
+def test_poison_sets_all_bits_of_an_integer(dtype):
+    assert set(poison(np.zeros(3, dtype)).tobytes()) == {0xFF}

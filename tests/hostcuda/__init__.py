@@ -5,8 +5,17 @@ The driver takes a launch record as the GPU path does, with numpy arrays. See
 ``docs/host-execution.md``.
 """
 
-from hostcuda.launch import HostFault, Schedule, empty, run, run_schedules
+from hostcuda.launch import HostFault, Schedule, empty, run, run_schedules, zeros
 from hostcuda.modules import compile_many
 from hostcuda.toolchain import unavailable
 
-__all__ = ["HostFault", "Schedule", "compile_many", "empty", "run", "run_schedules", "unavailable"]
+__all__ = [
+    "HostFault",
+    "Schedule",
+    "compile_many",
+    "empty",
+    "run",
+    "run_schedules",
+    "unavailable",
+    "zeros",
+]

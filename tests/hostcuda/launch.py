@@ -90,6 +90,11 @@ def empty(shape: int | tuple[int, ...], dtype: Any = np.float64) -> np.ndarray:
     return array
 
 
+def zeros(shape: int | tuple[int, ...], dtype: Any = np.float64) -> np.ndarray:
+    """As ``numpy.zeros``, for the same use as :func:`empty`."""
+    return np.zeros(shape, dtype)
+
+
 def _root_address(array: np.ndarray) -> int:
     """Where the memory begins that the array is a view of: an allocation of its own on a GPU."""
     root = array
@@ -147,7 +152,8 @@ class _Request:
         self.arguments: list[_Argument] = []
         found: dict[tuple[Any, ...], int] = {}
         pointers = []
-        for pointer in record.pointers:
+        tensor_maps = getattr(record, "tensor_maps", ())
+        for pointer in (*record.pointers, *(m.pointer for m in tensor_maps)):
             if pointer.offset % 8 or not 0 <= pointer.offset <= len(record.params) - 8:
                 raise ValueError(
                     f"run: pointer {pointer.name!r} is at offset {pointer.offset} of "
@@ -160,10 +166,15 @@ class _Request:
                 self.arguments.append(argument)
             first = argument.first + getattr(pointer, "byte_offset", 0)
             pointers.append((pointer.offset, index, first))
+        params = bytearray(record.params)
+        for tensor_map in tensor_maps:
+            at = tensor_map.pointer.offset + 8  # behind the address
+            geometry = _geometry(tensor_map)
+            params[at : at + len(geometry)] = geometry
         self.tail = [struct.pack("<QQ", len(self.arguments), len(pointers))]
         self.tail += [struct.pack("<QQ", a.offset, a.span) for a in self.arguments]
         self.tail += [struct.pack("<QQQ", *p) for p in pointers]
-        self.tail += [bytes(record.params), *(a.sent.data for a in self.arguments if a.span)]
+        self.tail += [bytes(params), *(a.sent.data for a in self.arguments if a.span)]
 
     def run(self, program: Path, schedule: Schedule, timeout: float):
         """Returns the arguments' blocks after the launch, and what the kernel printed."""
@@ -214,6 +225,24 @@ class _Request:
         record = self.record
         what = " ".join((record.kernel, *record.options))
         return f"{what} grid {record.grid} block {record.block} {schedule}"
+
+
+def _geometry(tensor_map: Any) -> bytes:
+    """What hostcuda/ptx/tma.cuh reads of a tensor map behind its address."""
+    # As the driver does when it encodes one.
+    if any(stride % 16 or stride < 0 for stride in tensor_map.strides):
+        raise ValueError(f"run: a tensor map has the strides {tensor_map.strides}")
+    if not all(0 < n <= 256 for n in tensor_map.box):
+        raise ValueError(f"run: a tensor map has the box {tensor_map.box}")
+    itemsize = tensor_map.pointer.array.dtype.itemsize
+    return struct.pack(
+        "<5Q4Q5I2I",
+        *tensor_map.sizes,
+        *tensor_map.strides,
+        *tensor_map.box,
+        itemsize,
+        tensor_map.swizzle,
+    )
 
 
 def _check_limits(record: Any) -> None:

@@ -3,9 +3,6 @@
 // thread waits for its group.
 #pragma once
 
-#include <deque>
-#include <vector>
-
 #include "ptx/shared_address.cuh"
 
 namespace cupyflash {
@@ -14,7 +11,7 @@ namespace cupyflash {
 struct CopyGroups {
   using Group = std::vector<std::shared_ptr<host::Operation>>;
   Group open;
-  std::deque<Group> committed;
+  std::vector<Group> committed;  // oldest first
 
   static CopyGroups& of_thread() {
     // Threads are numbered from 0, and 0 is no address.
@@ -22,9 +19,9 @@ struct CopyGroups {
   }
 };
 
-inline void start_copy(SharedAddress to, const void* from, int size, int bytes, const char* what,
+inline void start_copy(unsigned to, const void* from, int size, int bytes, const char* what,
                        host::Place place) {
-  void* const target = reinterpret_cast<void*>(to);
+  void* const target = twin::at_shared_address(to);
   if (bytes < 0 || bytes > size) host::fault(place, "%s: %d of %d bytes", what, bytes, size);
   if (to % size || (bytes && reinterpret_cast<uintptr_t>(from) % size)) {
     host::fault(place, "%s: misaligned address, expected a multiple of %d", what, size);
@@ -39,14 +36,19 @@ inline void start_copy(SharedAddress to, const void* from, int size, int bytes, 
 }
 
 // cp.async.cg.
-inline void cp_async_16(SharedAddress to, const void* from, int bytes,
+inline void cp_async_16(unsigned to, const void* from, int bytes,
                         host::Place place = host::Place::here()) {
   start_copy(to, from, 16, bytes, "cp_async_16", place);
 }
 
+// cp.async.cg, all bytes.
+inline void cp_async_16(unsigned to, const void* from, host::Place place = host::Place::here()) {
+  start_copy(to, from, 16, 16, "cp_async_16", place);
+}
+
 // cp.async.ca.
 template <int size>
-inline void cp_async_small(SharedAddress to, const void* from, int bytes,
+inline void cp_async_small(unsigned to, const void* from, int bytes,
                            host::Place place = host::Place::here()) {
   static_assert(size == 4 || size == 8, "cp.async.ca takes 4, 8 or 16 bytes");
   start_copy(to, from, size, bytes, "cp_async_small", place);
@@ -64,7 +66,7 @@ inline void cp_async_wait() {
   CopyGroups& groups = CopyGroups::of_thread();
   while (groups.committed.size() > pending) {
     for (const auto& copy : groups.committed.front()) copy->land();
-    groups.committed.pop_front();
+    groups.committed.erase(groups.committed.begin());
   }
 }
 

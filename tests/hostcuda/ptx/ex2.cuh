@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: MIT
-// ex2.cuh: host twin. libm's results, flushed to zero as the instruction does.
+// ex2.cuh: host twin, by libm; its rounding is not that of the special-function unit.
 #pragma once
 
 namespace cupyflash {
 
-// ex2.approx.ftz.f32.
-inline float ex2_approx(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
+inline float ex2_approx(float x) {
+  const float y = exp2f(x);
+  return y < 1.17549435e-38f ? 0.0f : y;  // ftz
+}
 
 }  // namespace cupyflash

@@ -13,9 +13,9 @@ struct MatrixParts {
   unsigned d[4];
 };
 
-inline void load_matrices(unsigned (&d)[4], SharedAddress row, bool transpose, const char* what,
+inline void load_matrices(unsigned (&d)[4], unsigned row, bool transpose, const char* what,
                           host::Place place) {
-  const void* const address = reinterpret_cast<const void*>(row);
+  const void* const address = twin::at_shared_address(row);
   if (row % 16) host::fault(place, "%s: misaligned address, expected a multiple of 16", what);
   if (!host::is_shared(address, 16)) host::fault(place, "%s: not from shared memory", what);
   MatrixRow mine;
@@ -37,13 +37,12 @@ inline void load_matrices(unsigned (&d)[4], SharedAddress row, bool transpose, c
 }
 
 // ldmatrix.x4.
-inline void ldmatrix_x4(unsigned (&d)[4], SharedAddress row,
-                        host::Place place = host::Place::here()) {
+inline void ldmatrix_x4(unsigned (&d)[4], unsigned row, host::Place place = host::Place::here()) {
   load_matrices(d, row, false, "ldmatrix_x4", place);
 }
 
 // ldmatrix.x4.trans.
-inline void ldmatrix_x4_trans(unsigned (&d)[4], SharedAddress row,
+inline void ldmatrix_x4_trans(unsigned (&d)[4], unsigned row,
                               host::Place place = host::Place::here()) {
   load_matrices(d, row, true, "ldmatrix_x4_trans", place);
 }

@@ -119,7 +119,8 @@ inline void mma_m8n8k4_f64(double& d0, double& d1, double a, double b,
           for (int e = 0; e < 2; ++e) {
             double sum = values[lane].d[e];
             for (int x = 0; x < 4; ++x) {
-              sum = fma(values[lane / 4 * 4 + x].a[0], values[(lane % 4 * 2 + e) * 4 + x].b[0], sum);
+              sum =
+                  fma(values[lane / 4 * 4 + x].a[0], values[(lane % 4 * 2 + e) * 4 + x].b[0], sum);
             }
             results[lane].d[e] = sum;
           }

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: MIT
+"""The command line: ``python -m cupyflash COMMAND``.
+
+::
+
+    python -m cupyflash info     versions, devices, cache, what is missing and how to install it
+    python -m cupyflash plan     how a call would run: tiles, grid, HBM traffic; needs no GPU
+    python -m cupyflash run      attention over arrays in .npy or .npz files
+    python -m cupyflash demo     denoise a photograph by attention
+
+    python -m cupyflash plan --seqlen 4096 --head-dim 64 --dtype float32 --device H200
+    python -m cupyflash run q.npy k.npy v.npy --causal -o o.npy
+
+``COMMAND --help`` lists the options. The exit code is 0, 2 for what the user has to change (said
+on one line of stderr), and 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from cupyflash import __version__, _cli_info, _cli_plan, _cli_run, demo
+from cupyflash._cli_common import CommandError, one_line
+
+_COMMANDS = {
+    "info": (_cli_info, "versions, devices, cache, and what is missing"),
+    "plan": (_cli_plan, "how a call would run: tiles, grid, HBM traffic; needs no GPU"),
+    "run": (_cli_run, "attention over arrays in .npy or .npz files"),
+    "demo": (demo, "denoise a photograph by attention"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        Default: the arguments of this process.
+
+    Returns
+    -------
+    int
+        The exit code.
+
+    Raises
+    ------
+    SystemExit
+        From argparse, after ``--help`` (code 0) or for an option that it refuses (code 2).
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a file's name may have any characters
+            stream.reconfigure(errors="backslashreplace")
+    args = _parser().parse_args(argv)
+    module, _ = _COMMANDS[args.command]
+    try:
+        module.command(args)
+        if sys.stdout is not None:  # closed before the start
+            sys.stdout.flush()
+    except CommandError as error:
+        print(f"cupyflash {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\ncupyflash {args.command}: interrupted", file=sys.stderr)
+        return 130
+    except OSError as error:
+        # stdout takes no more, and nothing must be flushed into it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # its reader (head, a pager) has gone
+            print(f"cupyflash {args.command}: {one_line(error)}", file=sys.stderr)
+            return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m cupyflash",
+        description="Exact attention for CuPy and numpy arrays, without the N x N score matrix.",
+    )
+    parser.add_argument("--version", action="version", version=f"cupyflash {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, text) in _COMMANDS.items():
+        module.add_arguments(
+            commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: MIT
+"""``forward_sm90``: which calls it serves, with what tiles, and its launch records."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from cupyflash import _arrays, _params, _tensormap
+from cupyflash._problem import AttentionProblem
+from cupyflash.devices import Device
+from cupyflash.tiling import ceil_div, round_up
+
+KERNEL = "forward_sm90"
+BATCH_AXES = 2  # that a tensor map has beside (heads, rows, columns)
+_ITEMSIZE = 2
+_CONSUMER_ROWS = 64
+_WARPGROUP = 128
+_SMEM_BESIDE_TILES = 1024  # descriptions of works, mbarriers
+_MAX_WORKS = 2**31
+_MAX_SEQLEN = 2**30  # kFarKey
+# Fewer queries waste most of a tile; more keys are worth dividing.
+_FEW_ROWS = 16
+_MANY_KEYS = 1024
+# The K and V of the heads that are walked together take at most this part of the L2 cache: half,
+# since each of its two partitions keeps what the other's multiprocessors ask for.
+_L2_SHARE = 0.4
+# struct Sm90Params behind the three tensor maps.
+_FIELDS = (
+    *(f"problem.{name}" for name in _params.PROBLEM_FIELDS),
+    *("bunch", "blocks", "heads", "counter", "o_vectors"),
+)
+_MAPS = ("q", "k", "v")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """One row of the tile table: what a specialisation of the kernel is built for.
+
+    ``head_dim`` and ``head_dim_v`` are what tiles hold; arrays may have fewer columns.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    Br: int
+    Bc: int
+    stages: int  # tiles of K, and of V
+    q_stages: int
+    least_keys: int = 0  # in a sequence
+
+    @property
+    def threads(self) -> int:
+        """A producer warpgroup and one consumer for each 64 queries."""
+        return _WARPGROUP * (1 + self.Br // _CONSUMER_ROWS)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Q_i, the stages of K_j and V_j, and what the warps tell each other."""
+        queries = self.q_stages * self.Br * self.head_dim
+        keys = self.stages * self.Bc * (self.head_dim + self.head_dim_v)
+        return _ITEMSIZE * (queries + keys) + _SMEM_BESIDE_TILES
+
+    def options(self, dtype: str) -> tuple[str, ...]:
+        """The -D macros of the specialisation."""
+        return (
+            f"-DCUPYFLASH_ELEMENT={dtype}",
+            "-DCUPYFLASH_GENERAL=0",
+            f"-DCUPYFLASH_HEAD_DIM={self.head_dim}",
+            f"-DCUPYFLASH_HEAD_DIM_V={self.head_dim_v}",
+            f"-DCUPYFLASH_BR={self.Br}",
+            f"-DCUPYFLASH_BC={self.Bc}",
+            f"-DCUPYFLASH_STAGES={self.stages}",
+            f"-DCUPYFLASH_Q_STAGES={self.q_stages}",
+        )
+
+
+# Registers bound Br x Bc: a consumer thread holds Bc/2 scores, Bc/4 registers of weights and dv/2
+# of O; shared memory bounds Bc by d. Three consumers of 160 registers where that is enough: more
+# queries for each key that is read. Two tiles of Q where they fit, so that one is there when a work
+# begins. Wider tiles of keys mean fewer steps, each with its fixed cost, but more keys that are
+# masked in vain: at head_dim 128, 176 is up to 6 % faster than 128 from 4,096 keys on, and up to
+# 11 % slower at 512 (H200). The first row that holds both head dims, and all of whose
+# ``least_keys`` there are, is taken.
+TABLE = (
+    Tiles(64, 64, 192, 128, 2, 2),
+    Tiles(96, 96, 128, 128, 2, 2),
+    Tiles(128, 128, 128, 176, 2, 1, least_keys=4096),
+    Tiles(128, 128, 128, 128, 2, 2),
+    Tiles(192, 128, 128, 128, 2, 1),
+    Tiles(192, 192, 128, 96, 2, 1),
+    Tiles(256, 256, 128, 80, 2, 1),
+)
+
+
+def tiles_for(head_dim: int, head_dim_v: int, seqlen_k: int) -> Tiles | None:
+    """The row of the table for these sizes; None where the head dims are too large.
+
+    Examples
+    --------
+    >>> tiles_for(80, 64, 512).head_dim, tiles_for(192, 128, 512).head_dim_v, tiles_for(64, 257, 9)
+    (96, 128, None)
+    """
+    for tiles in TABLE:
+        holds = head_dim <= tiles.head_dim and head_dim_v <= tiles.head_dim_v
+        if holds and seqlen_k >= tiles.least_keys:
+            return tiles
+    return None
+
+
+def few_works(problem: AttentionProblem, tiles: Tiles, device: Device) -> bool:
+    """Whether too few blocks of queries are there to keep the device busy over many keys.
+
+    Then a kernel that divides the keys, or packs the query heads of a group, does better.
+    """
+    works = problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, tiles.Br)
+    few_rows = problem.seqlen_q <= _FEW_ROWS
+    return problem.seqlen_k > _MANY_KEYS and (few_rows or 2 * works < device.multiprocessors)
+
+
+def refusal(problem: AttentionProblem, device: Device, tma: bool) -> str | None:
+    """Why the kernel can't run a call, in words that end a sentence; None if it can."""
+    if device.compute_capability != (9, 0):
+        major, minor = device.compute_capability
+        return f"needs compute capability 9.0, {device.name} has {major}.{minor}"
+    if problem.dtype.itemsize != _ITEMSIZE:
+        return f"takes float16 and bfloat16, q has {problem.dtype.name}"
+    tiles = tiles_for(problem.head_dim, problem.head_dim_v, problem.seqlen_k)
+    if tiles is None:
+        return (
+            f"takes head dims up to {TABLE[-1].head_dim}, q has {problem.head_dim} and v "
+            f"{problem.head_dim_v}"
+        )
+    if problem.general:
+        return "takes no softcap, bias, mask or alibi_slopes"
+    if not 2.0**-100 < problem.softmax_scale < 2.0**100:
+        return f"takes a positive softmax_scale, got {problem.softmax_scale:g}"
+    if problem.seqlen_k == 0 or problem.head_dim_v == 0:
+        return "takes no empty k or v"
+    if max(problem.seqlen_q, problem.seqlen_k) >= _MAX_SEQLEN:
+        return "takes sequences of less than 2^30"
+    if problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, tiles.Br) >= _MAX_WORKS:
+        return "takes less than 2^31 blocks of queries"
+    if not tma:
+        return (
+            "reads q, k and v by TMA, which takes contiguous columns, and addresses and other "
+            "strides that are multiples of 16 bytes and not negative"
+        )
+    return None
+
+
+def takes_arrays(problem: AttentionProblem) -> bool:
+    """Whether TMA can read the call's arrays; without arrays, whether contiguous ones."""
+    if problem.q is None:
+        return all(d * _ITEMSIZE % 16 == 0 for d in (problem.head_dim, problem.head_dim_v))
+    arrays = (problem.q, problem.k, problem.v)
+    return all(_tensormap.takes(x, _arrays.address(x)) for x in arrays)
+
+
+def records(
+    problem: AttentionProblem, tiles: Tiles, device: Device, o: Any, lse: Any, xp: Any
+) -> Iterator[Any]:
+    """The launches of one call; ``xp`` (numpy or CuPy) allocates the counter of works."""
+    from cupyflash import _launch
+
+    blocks = ceil_div(problem.seqlen_q, tiles.Br)
+    for sizes, views in _launch.launch_batches(problem, o, lse, BATCH_AXES):
+        heads = math.prod(sizes) * problem.heads_q
+        grid = min(heads * blocks, device.multiprocessors)
+        # Works of equal length need no counter, and no launch that clears it.
+        unequal = problem.window_left >= 0 or problem.window_right >= 0 or problem.has_seqlens
+        counter = xp.zeros(1, np.int32) if unequal and heads * blocks > grid else 0
+        fields = views | _launch.scalar_fields(problem, sizes)
+        struct, pointers = _params.pack(
+            _FIELDS,
+            {f"problem.{name}": value for name, value in fields.items()}
+            | {
+                "bunch": bunch(problem, device),
+                "blocks": blocks,
+                "heads": heads,
+                "counter": counter,
+                "o_vectors": int(_vectors(views, problem)),
+            },
+        )
+        front = _tensormap.BYTES * len(_MAPS)
+        # The struct is aligned, and so padded, to 64 bytes as its tensor maps are.
+        params = (bytes(front) + struct).ljust(round_up(front + len(struct), 64), b"\0")
+        yield _launch.LaunchRecord(
+            kernel=KERNEL,
+            options=tiles.options(problem.dtype.name),
+            grid=(grid, 1, 1),
+            block=(tiles.threads, 1, 1),
+            smem_bytes=tiles.smem_bytes,
+            params=params,
+            pointers=tuple(dataclasses.replace(p, offset=p.offset + front) for p in pointers),
+            tensor_maps=tuple(_maps(problem, tiles, sizes, views)),
+        )
+
+
+def bunch(problem: AttentionProblem, device: Device) -> int:
+    """Query heads that are walked together, so that their K and V stay in the L2 cache."""
+    head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * _ITEMSIZE
+    key_heads = max(1, int(_L2_SHARE * device.l2_bytes) // head)
+    return min(key_heads * problem.group, problem.batch * problem.heads_q)
+
+
+def _maps(
+    problem: AttentionProblem, tiles: Tiles, sizes: tuple[int, ...], views: dict[str, Any]
+) -> Iterator[_tensormap.TensorMap]:
+    for number, name in enumerate(_MAPS):
+        array, byte_offset = views[f"{name}.data"]
+        held = tiles.head_dim_v if name == "v" else tiles.head_dim
+        slab = 64 if held % 64 == 0 else 32
+        rows = _CONSUMER_ROWS if name == "q" else tiles.Bc
+        extent = (array.shape[-1], array.shape[-2], array.shape[-3], sizes[2], sizes[1])
+        fields = ("row", "head", "batch[2]", "batch[1]")
+        strides = (_ITEMSIZE * views.get(f"{name}.{field}", 0) for field in fields)
+        yield _tensormap.TensorMap(
+            pointer=_params.Pointer(_tensormap.BYTES * number, name, array, byte_offset),
+            dtype=problem.dtype.name,
+            sizes=extent,
+            # An axis of size 1 may have any stride in an array, not in a tensor map.
+            strides=tuple(0 if n == 1 else s for n, s in zip(extent[1:], strides, strict=True)),
+            box=(slab, rows, 1, 1, 1),
+            swizzle=slab * _ITEMSIZE,
+        )
+
+
+def _vectors(views: dict[str, Any], problem: AttentionProblem) -> bool:
+    """Whether all rows of o begin at a multiple of 16 bytes, its columns being contiguous."""
+    array, byte_offset = views["o.data"]
+    fields = ("row", "head", *(f"batch[{axis}]" for axis in range(_params.BATCH_AXES)))
+    steps = [_ITEMSIZE * views.get(f"o.{field}", 0) for field in fields]
+    steps.append(_arrays.address(array) + byte_offset)
+    contiguous = views["o.col"] == 1 or problem.head_dim_v == 1
+    return contiguous and not any(step % 16 for step in steps)
+
+
+def specialisations() -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """As ``tiling.specialisations``."""
+    for dtype in ("float16", "bfloat16"):
+        for tiles in TABLE:
+            yield KERNEL, tiles.options(dtype), ("sm_90a",)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: MIT
+"""The public function: validate, plan, run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cupyflash import _problem, host
+from cupyflash.plan import Algorithm1, make_plan
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool | str = False,
+    window: Sequence[int | None] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    seqlens_k: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    kernel: str | Algorithm1 | None = None,
+) -> Any:
+    """Exact softmax attention, without the N x N score matrix.
+
+    ``O = softmax(softmax_scale * Q K^T + bias) V``, row-wise, by the running statistics (m, l) of
+    FlashAttention (Dao et al. 2022, arXiv:2205.14135, Algorithm 1). The scores of query i and key
+    j are made in this order: ``s = softmax_scale * q_i . k_j``; ``s = softcap * tanh(s /
+    softcap)``; ``s += bias``; ``s -= slope * abs(i + offset - j)`` (ALiBi); hidden ones are -inf.
+
+    Parameters
+    ----------
+    q : array (..., heads_q, seqlen_q, head_dim)
+        Queries: float16, bfloat16 (``ml_dtypes``), float32 or float64; any strides. A 2-D array
+        is one head; leading axes are batch axes and broadcast as numpy's do. numpy arrays run on
+        the CPU and give numpy arrays; CuPy arrays, and objects with ``__dlpack__`` or
+        ``__cuda_array_interface__`` on a GPU, run on their device and give CuPy arrays.
+    k : array (..., heads_k, seqlen_k, head_dim)
+        Keys, of q's dtype. ``heads_q`` is a multiple of ``heads_k``; query head h reads key head
+        ``h // (heads_q // heads_k)``.
+    v : array (..., heads_k, seqlen_k, head_dim_v)
+        Values, of q's dtype.
+    causal : bool or "top_left", default False
+        Query i sees the keys ``j <= i + offset``. ``offset = seqlen_k - seqlen_q`` aligns the
+        last query with the last key (bottom right); "top_left" makes ``offset`` 0, for ``window``
+        and ``alibi_slopes`` too. For seqlen_q = 2, seqlen_k = 4 and for seqlen_q = 4, seqlen_k =
+        2, bottom right (x: seen)::
+
+            x x x .        . .
+            x x x x        . .
+                           x .
+                           x x
+    window : (left, right), optional
+        Query i sees the keys ``i + offset - left <= j <= i + offset + right``, both ends
+        inclusive; None or -1 is no limit. With ``causal``, right is 0.
+    softmax_scale : float, optional
+        Any finite non-zero number; default ``1 / sqrt(head_dim)``.
+    softcap : float, optional
+        Positive bound of the scores, by ``tanh``.
+    bias : array, optional
+        Of q's dtype or float32; broadcasts to (..., heads_q, seqlen_q, seqlen_k) and is never
+        expanded in memory. -inf hides as ``mask`` does.
+    mask : array of bool, optional
+        True where a query sees a key; broadcasts as ``bias``. Keys hidden from every query of a
+        head are never multiplied, so NaN there changes nothing; a NaN in a row of ``v`` that only
+        some queries see may reach others, as ``0 * NaN`` does in numpy.
+    alibi_slopes : array, optional
+        float32 or q's dtype; broadcasts to (..., heads_q).
+    seqlens_k : int or array of int, optional
+        How many keys of each batch entry are in use, broadcasting to the batch axes; ``offset``
+        uses that length. Values on a GPU are clamped to 0..seqlen_k there, others are checked.
+    return_lse : bool, default False
+        Also return the log-sum-exp of each row's scores.
+    out : array, optional
+        Where to write the output: its shape and dtype, any strides, no memory shared with an
+        input.
+    kernel : str or Algorithm1, optional
+        "host" for numpy arrays; "fa1_forward", or an :class:`Algorithm1` with its settings, for
+        arrays on a GPU. By default the plan chooses (:func:`plan` explains its choice).
+
+    Returns
+    -------
+    o : array (..., heads_q, seqlen_q, head_dim_v)
+        Of q's dtype; 2-D if q, k and v are all 2-D. A row that sees no key is 0.
+    lse : array (..., heads_q, seqlen_q)
+        Only with ``return_lse``: natural logarithm, float32 (float64 for float64 inputs); -inf
+        for a row that sees no key.
+
+    Raises
+    ------
+    TypeError
+        An argument of another type or dtype, or numpy mixed with CuPy.
+    ValueError
+        Shapes, devices or numbers that don't fit each other, or a kernel that can't run the call.
+        Nothing has been written then.
+
+    Notes
+    -----
+    float16 and bfloat16 are computed with float32 statistics and sums; float32 and float64 in
+    their own precision. Work on a GPU goes to the current stream of the arrays' device and is not
+    waited for. Two equal calls give equal bits.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash import attention
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 100, 64), np.float32)
+    >>> o, lse = attention(q, k, v, causal=True, return_lse=True)
+    >>> o.shape, lse.shape, bool(np.allclose(o[:, 0], v[:, 0]))
+    ((8, 100, 64), (8, 100), True)
+    """
+    problem = _problem.from_arrays(
+        "attention",
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        bias=bias,
+        mask=mask,
+        alibi_slopes=alibi_slopes,
+        seqlens_k=seqlens_k,
+    )
+    if out is not None:
+        _problem.check_out("attention", problem, out)
+    plan = make_plan("attention", problem, kernel)
+    if plan.kernel == "host":
+        o, lse = host.run(problem, out)
+    else:
+        from cupyflash import _launch
+
+        o, lse = _launch.run(plan, problem, out, return_lse)
+    return (o, lse) if return_lse else o

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: MIT
+// sm90_layout.cuh: forward_sm90's parameters, its tiles in shared memory, and what its warps tell
+// each other of a work.
+#pragma once
+
+#include "common/config.cuh"
+#include "common/params.cuh"
+#include "common/swizzled_tile.cuh"
+#include "common/tile_range.cuh"
+#include "common/tile_scheduler.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+
+namespace cupyflash {
+
+struct Sm90Params {
+  TensorMap Q;  // boxes of 64 rows x one slab
+  TensorMap K;  // of Bc rows x one slab
+  TensorMap V;
+  Problem problem;
+  Schedule schedule;
+  int64 o_vectors;  // 1: rows of o are 16-byte aligned, and its columns contiguous
+};
+
+constexpr int kWarpgroup = 128;
+constexpr int kConsumerRows = 64;  // the rows of one wgmma
+constexpr int kConsumers = kBr / kConsumerRows;
+constexpr int kConsumerWarps = kConsumers * (kWarpgroup / kWarpSize);
+constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+static_assert(kBr % kConsumerRows == 0 && (kConsumers == 2 || kConsumers == 3),
+              "registers are shared out for two or three consumers");
+static_assert(kBc % 16 == 0 && kBc <= 256, "a tile of keys is the n of one product, the k of one");
+// A block starts with 65,536 / kThreads registers a thread, in units of 8: 168 or 128. setmaxnreg
+// moves them to those who hold O, S and P.
+constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+// With dv beyond 128 a product takes longer than the softmax beside it, and turns only cost.
+constexpr bool kPingPong = kHeadDimV <= 128;
+enum NamedBarrier { kFirstTurn = 1 };
+
+constexpr MmaType kMma = kElementIsBfloat16 ? MmaType::kBf16 : MmaType::kF16;
+using QTile = SwizzledTile<kConsumerRows, kHeadDim>;
+using KTile = SwizzledTile<kBc, kHeadDim>;
+using VTile = SwizzledTile<kBc, kHeadDimV>;
+
+// One for the work whose scores are made, one for that whose O goes out, one for the next.
+constexpr int kWorkStages = 3;
+static_assert(kStages >= 2, "one tile is in use while the next is on its way");
+
+// Which head of a tensor map; the launcher leaves at most two batch axes, the last two of three.
+struct Origin {
+  int head;
+  int batch2;
+  int batch1;
+};
+
+// One block of queries of one head, and the keys that it visits.
+struct Work {
+  int64 o;  // where the head's output and lse begin, in elements
+  int64 lse;
+  int i0;         // first query
+  int rows;       // queries that are there, from i0 on
+  int begin;      // tiles of keys, from end - 1 down to begin; begin = end: no query sees any key;
+  int end;        // begin > end: there is no work left
+  int first_key;  // of query i0 + r: max(first_key + r, 0) <= j < min(end_key + r, seqlen_k)
+  int end_key;
+  int seqlen_k;  // in use
+  int head_q;
+  Origin kv;
+  int keys_begin;  // that any query of the head sees
+  int keys_end;
+  int unmasked_begin[kConsumers];  // tiles that all queries of a consumer see all of
+  int unmasked_end[kConsumers];
+};
+
+struct Shared {
+  alignas(1024) unsigned char Q[kQStages][kConsumers][QTile::kBytes];
+  alignas(1024) unsigned char K[kStages][KTile::kBytes];
+  alignas(1024) unsigned char V[kStages][VTile::kBytes];
+  Work work[kWorkStages];
+  Mbarrier work_full[kWorkStages], work_empty[kWorkStages];
+  Mbarrier Q_full[kQStages][kConsumers], Q_empty[kQStages][kConsumers];
+  Mbarrier K_full[kStages], K_empty[kStages];
+  Mbarrier V_full[kStages], V_empty[kStages];
+  Mbarrier V_landed;
+};
+static_assert(sizeof(Shared) <= kQStages * kConsumers * QTile::kBytes +
+                                    kStages * (KTile::kBytes + VTile::kBytes) + 1024,
+              "the launcher adds a kilobyte to the tiles");
+
+// Of the n-th use of a ring of buffers: which buffer, and the parity of its mbarriers' phases.
+template <int stages>
+struct Turn {
+  int stage;
+  unsigned parity;
+
+  explicit __device__ __forceinline__ Turn(unsigned n)
+      : stage(n % stages), parity(n / stages % 2) {}
+};
+
+// Sequences are shorter than this (the launcher's check): a key so far off is past every end.
+constexpr int kFarKey = 1 << 30;
+
+__device__ __forceinline__ int near_key(int64 j) {
+  return static_cast<int>(j < -kFarKey ? -kFarKey : j > kFarKey ? kFarKey : j);
+}
+
+// What the other warps have to know of a work.
+__device__ __forceinline__ void describe(Work& work, const Problem& problem,
+                                         Works::Position position) {
+  const HeadIndex at(problem, position.head);
+  work.o = at.offset(problem.o, at.head_q);
+  work.lse = at.offset(problem.lse, at.head_q);
+  work.head_q = static_cast<int>(at.head_q);
+  work.kv = {static_cast<int>(at.head_k), static_cast<int>(at.batch[2]),
+             static_cast<int>(at.batch[1])};
+  const Band band(problem, at.seqlen_k(problem));
+  const KeyRange keys(problem, band);
+  work.seqlen_k = static_cast<int>(band.seqlen_k);
+  work.keys_begin = keys.begin;
+  work.keys_end = keys.end;
+  const int i0 = position.block * kBr;
+  const int i1 = static_cast<int>(i0 + kBr < problem.seqlen_q ? i0 + kBr : problem.seqlen_q);
+  const TileRange tiles(band, i0, i1, kBc);
+  work.i0 = i0;
+  work.rows = i1 - i0;
+  work.begin = tiles.begin;
+  work.end = tiles.end > tiles.begin ? tiles.end : tiles.begin;
+  work.first_key = band.left < 0 ? -kFarKey : near_key(i0 + band.offset - band.left);
+  work.end_key = band.right < 0 ? kFarKey : near_key(i0 + band.offset + band.right + 1);
+#pragma unroll 1
+  for (int c = 0; c < kConsumers; ++c) {
+    const int begin = i0 + c * kConsumerRows;
+    const int end = begin + kConsumerRows < i1 ? begin + kConsumerRows : i1;
+    // Queries past the last one are computed like it.
+    const UnmaskedRange unmasked(band, begin, end > begin ? end : begin + 1, kBc);
+    work.unmasked_begin[c] = unmasked.begin;
+    work.unmasked_end[c] = unmasked.end;
+  }
+}
+
+}  // namespace cupyflash

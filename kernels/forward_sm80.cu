@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: MIT
+// forward_sm80.cu: attention forward on mma.sync and cp.async, for every GPU since Ampere.
+// Source     Dao 2023, arXiv:2307.08691 (FlashAttention-2), Algorithm 1: Q outer, O in registers.
+//            Split keys and their merge: section 3.1 of arXiv:2205.14135, per thread block.
+// Computes   O = softmax(softmax_scale * Q K^T + bias) V, row-wise, and lse in nats.
+// Shapes     Q, O (batch, heads_q, seqlen_q, d or dv); K, V (batch, heads_k, seqlen_k, d or dv), of
+//            float16, bfloat16, float32 or float64. Any strides: contiguous rows that are
+//            16-byte aligned are loaded by vectors, others by elements.
+// Tiles      Q_i Br x d, O_i Br x dv, K_j Bc x d, V_j Bc x dv, d up to kHeadDim: columns past d
+//            are zeros. dv beyond kHeadDimV is cut into slices, each a work of its own.
+// Grid       one thread block a work: (part of the keys, slice of dv, head, i), see `Work`.
+// Ownership  a warp owns kBr / kWarps queries, all keys and all columns: its rows of S, P and O
+//            never leave its registers. Only the loading of tiles is shared by the block.
+// Pipeline   K and V tiles pass through kStages buffers. Step j waits for its own copies of tile j;
+//            one barrier makes everybody's visible and says that all have left tile j - 1, whose
+//            buffer the copies of tile j + kStages - 1 then take. Without it, a fast warp would
+//            load over what a slow one reads, and read what another has not loaded yet.
+// SRAM       Q_i and kStages times K_j and V_j.
+// Products   products_half.cuh (16-bit: ldmatrix, m16n8k16) and products_wide.cuh (float32 as three
+//            TF32 products, float64): their operands come differently, the rest is one text.
+// Rounding   ex2.approx and, for softcap of 16-bit elements, tanh.approx.
+// Limits     d <= 256.
+#include "common/config.cuh"
+#include "common/mask.cuh"
+#include "common/params.cuh"
+#include "common/tile.cuh"
+#include "common/tile_scores.cuh"
+#include "common/tile_softmax.cuh"
+#include "ptx/pin.cuh"
+#if CUPYFLASH_HEADER == CUPYFLASH_HEADER_float16 || CUPYFLASH_HEADER == CUPYFLASH_HEADER_bfloat16
+#include "common/products_half.cuh"
+#else
+#include "common/products_wide.cuh"
+#endif
+
+namespace cupyflash {
+
+struct Sm80Params {
+  Problem problem;
+  acc* O;            // (splits, batch, heads_q, seqlen_q, dv) partial results; null if splits is 1
+  acc* lse;          // (splits, batch, heads_q, seqlen_q)
+  int64 first_head;  // of this launch, among all heads (heads of pack query heads) of the batch
+  int64 heads;       // of this launch
+  int64 pack;        // query heads that are rows of one tile: 1, or heads_q / heads_k
+  int64 bunch;       // heads that are walked together
+  int64 splits;      // parts of the keys
+  int64 slices;      // of dv
+  int64 q_vectors;   // 1: rows of Q may be read 16 bytes at a time; likewise below
+  int64 k_vectors;
+  int64 v_vectors;
+  int64 o_vectors;
+  int64 pairs;  // 1: bias and mask may be read two keys at a time
+};
+
+// What one thread block does. Works that share keys are neighbours in time, so that K and V come
+// from the L2 cache: heads are walked in bunches whose K and V fit there, the last queries of all
+// heads of a bunch first, since with a causal mask they have most keys to visit.
+struct Work {
+  int split;
+  int slice;
+  int64 head;  // among all
+  int64 tile;  // of queries
+
+  __device__ Work(const Sm80Params& p, unsigned at) {
+    const int64 tiles = ceil_div(p.problem.seqlen_q * p.pack, static_cast<int64>(kBr));
+    split = at % static_cast<unsigned>(p.splits);
+    at /= static_cast<unsigned>(p.splits);
+    slice = at % static_cast<unsigned>(p.slices);
+    at /= static_cast<unsigned>(p.slices);
+    const unsigned bunch = static_cast<unsigned>(p.bunch);
+    const unsigned first = at / (bunch * static_cast<unsigned>(tiles)) * bunch;
+    const unsigned left = static_cast<unsigned>(p.heads) - first;
+    const unsigned here = left < bunch ? left : bunch;
+    const unsigned rest = at - first * static_cast<unsigned>(tiles);
+    tile = tiles - 1 - rest / here;
+    head = p.first_head + first + rest % here;
+  }
+};
+
+template <class T>
+__device__ __forceinline__ void load_queries(unsigned char* tile, const element* first,
+                                             const QueryRows& rows, const TensorView& view,
+                                             bool vectors, int cols) {
+  const auto row_at = [&](int r) {
+    return first + rows.query(r) * view.row + rows.head(r) * view.head;
+  };
+  if (vectors) {
+    const ThreadCopies<T> copies(threadIdx.x, cols);
+    copies.start(tile, 0, rows.rows, [&](int pass) {
+      return row_at(copies.r0 + pass * ThreadCopies<T>::kPassRows) + copies.chunk * kVec;
+    });
+  } else {
+    load_elements<T>(tile, row_at, view.col, 0, rows.rows, cols);
+  }
+}
+
+}  // namespace cupyflash
+
+extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBlocks)
+    forward_sm80(const __grid_constant__ cupyflash::Sm80Params params) {
+  using namespace cupyflash;
+  using QTile = Products::QTile;
+  using KTile = Products::KTile;
+  using VTile = Products::VTile;
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  unsigned char* const Q_smem = shared_memory;
+  using KBuffer = unsigned char[KTile::kBytes];
+  using VBuffer = unsigned char[VTile::kBytes];
+  KBuffer* const K_smem = reinterpret_cast<KBuffer*>(shared_memory + QTile::kBytes);
+  VBuffer* const V_smem =
+      reinterpret_cast<VBuffer*>(shared_memory + QTile::kBytes + kStages * sizeof(KBuffer));
+
+  const Problem& problem = params.problem;
+  const Work work(params, blockIdx.x);
+  const HeadIndex at(problem, work.head * params.pack);
+  const TileBand band(Band(problem, at.seqlen_k(problem)));
+  const QueryRows rows(problem, params.pack, work.tile);
+  const int d = static_cast<int>(problem.head_dim);
+  const int dv0 = work.slice * kHeadDimV;
+  const int dv = within(problem.head_dim_v - dv0, kHeadDimV);
+
+  // Keys that some row of the tile sees by position, in tiles of which this work has its part.
+  const int keys_begin = band.first(rows.first());
+  const int keys_end = band.end(rows.last());
+  int begin = keys_begin / kBc;
+  int end = keys_end > keys_begin ? ceil_div(keys_end, kBc) : begin;
+  if (params.splits > 1) {
+    const int part = ceil_div(end - begin, static_cast<int>(params.splits));
+    begin += work.split * part;
+    end = begin + part < end ? begin + part : end;
+  }
+  // Keys that every row sees.
+  const int plain_begin = band.first(rows.last());
+  const int plain_end = band.end(rows.first());
+
+  const element* const Q = static_cast<const element*>(problem.q.data) +
+                           at.offset(problem.q, at.head_q) + rows.i0 * problem.q.row;
+  const element* const K = static_cast<const element*>(problem.k.data) +
+                           at.offset(problem.k, at.head_k) + begin * kBc * problem.k.row;
+  const element* const V = static_cast<const element*>(problem.v.data) +
+                           at.offset(problem.v, at.head_k) + begin * kBc * problem.v.row +
+                           dv0 * problem.v.col;
+  load_queries<QTile>(Q_smem, Q, rows, problem.q, params.q_vectors, d);
+  KeyLoader<KTile> K_loader(problem.k, K, d, params.k_vectors);
+  KeyLoader<VTile> V_loader(problem.v, V, dv, params.v_vectors);
+  const bool whole = K_loader.whole() && V_loader.whole();
+  const auto load_keys = [&](int j, int stage) {
+    const int j0 = j * kBc;
+    if (whole && j < end && j0 >= keys_begin && j0 + kBc <= keys_end) {
+      K_loader.next_whole(K_smem[stage]);
+      V_loader.next_whole(V_smem[stage]);
+    } else if (j < end) {
+      K_loader.next(K_smem[stage], keys_begin - j0, keys_end - j0);
+      V_loader.next(V_smem[stage], keys_begin - j0, keys_end - j0);
+    }
+    cp_async_commit();
+  };
+
+  Products products(Q_smem);
+  const ScoreChanges changes(problem, at, params.pairs);
+  const auto scale = [&] { return static_cast<acc>(kGeneral ? 1.0 : fabs(problem.softmax_scale)); };
+  TileSoftmax softmax(scale());
+  acc O[kFragments][Products::kColumnTiles][4] = {};
+  // Warps past the last row have nothing to compute.
+  const bool busy = static_cast<int>(threadIdx.x) / kWarpSize * kWarpRows < rows.rows;
+
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) load_keys(begin + stage, stage);
+#pragma unroll 1
+  for (int j = begin, stage = 0; j < end; ++j) {
+    cp_async_wait<kStages - 2>();
+    __syncthreads();  // tile j is there, and tile j - 1 is no longer read
+    load_keys(j + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
+    if (busy) {
+      if (j == begin) products.take_q(!kGeneral && problem.softmax_scale < 0);
+      const int j0 = j * kBc;
+      unsigned seen = kAllSeen;
+      acc S[kFragments][kKeyTiles][4];
+      products.scores(S, K_smem[stage]);
+      if constexpr (kGeneral) {
+        seen = changes.apply(S, rows, band, j0);
+      } else {
+        if (j0 < plain_begin || j0 + kBc > plain_end) hide_by_position(S, rows, band, j0);
+      }
+      softmax.settle(S, O);
+      softmax.weigh(S);
+      products.accumulate(O, S, V_smem[stage], seen);
+    }
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+  }
+
+  // Where each row goes: to the result, or, being one part of several, to the workspace. Found out
+  // anew, since there were no registers to keep it in.
+  const Work out_work(params, pin(static_cast<int>(blockIdx.x)));
+  const HeadIndex out_at(problem, out_work.head * params.pack);
+  const QueryRows out_rows(problem, params.pack, out_work.tile);
+  const int out_dv0 = out_work.slice * kHeadDimV;
+  const int out_dv = within(problem.head_dim_v - out_dv0, kHeadDimV);
+  element* const o = static_cast<element*>(problem.o.data) +
+                     out_at.offset(problem.o, out_at.head_q) + out_rows.i0 * problem.o.row +
+                     out_dv0 * problem.o.col;
+  acc* const lse = static_cast<acc*>(problem.lse.data) + out_at.offset(problem.lse, out_at.head_q) +
+                   out_rows.i0 * problem.lse.row;
+  const int64 heads = problem.batch[0] * problem.batch[1] * problem.batch[2] * problem.heads_q;
+  const int64 first_row =
+      (out_work.split * heads + out_work.head * params.pack) * problem.seqlen_q + out_rows.i0;
+#pragma unroll
+  for (int m = 0; m < kFragments; ++m) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int r = lane_row(m, h);
+      const bool valid = r < out_rows.rows;
+      const int i = out_rows.query(r);
+      const int head = out_rows.head(r);
+      acc factor, row_lse;
+      softmax.finish(scale(), m, h, factor, row_lse);
+      const bool writes_lse = valid && threadIdx.x % 4 == 0 && out_work.slice == 0;
+      if (params.splits == 1) {
+        element* const to = o + i * problem.o.row + head * problem.o.head;
+        store_row(O[m], h, factor, valid, to, problem.o.col, out_dv, params.o_vectors);
+        if (writes_lse && problem.lse.data) {
+          lse[i * problem.lse.row + head * problem.lse.head] = row_lse;
+        }
+      } else {
+        const int64 row = first_row + head * problem.seqlen_q + i;
+        acc* const to = params.O + row * problem.head_dim_v + out_dv0;
+        store_partial_row(O[m], h, factor, valid, to, out_dv);
+        if (writes_lse) params.lse[row] = row_lse;
+      }
+    }
+  }
+}

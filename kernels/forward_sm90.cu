@@ -1,0 +1,354 @@
+// SPDX-License-Identifier: MIT
+// forward_sm90.cu: attention forward on Hopper: TMA, wgmma, warpgroups with roles.
+// Source     Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3), sections 3.1 and 3.2, for the
+//            pipeline; the running softmax is Algorithm 1 of Dao 2023, arXiv:2307.08691.
+// Computes   O = softmax(softmax_scale * Q K^T) V, row-wise, and lse in nats; keys are hidden by
+//            length, causal mask or window. softmax_scale > 0.
+// Shapes     Q, O (batch, heads_q, seqlen_q, d or dv); K, V (batch, heads_k, seqlen_k, d or dv), of
+//            float16 or bfloat16; Q, K, V as TMA takes them: columns contiguous, the other strides
+//            multiples of 16 bytes and not negative. d and dv up to kHeadDim, kHeadDimV: what TMA
+//            reads outside the arrays are zeros.
+// Tiles      Q_i Br x d, 64 rows for each consumer; K_j, V_j Bc x d, dv, kStages of each.
+// Grid       as many thread blocks as multiprocessors, each taking works (head, i): see
+//            tile_scheduler.cuh. All keys of a work are visited by one block, from the last tile to
+//            the first: the result does not depend on who takes it.
+// Roles      warpgroup 0, the producer: warp 0 takes works, warp 1 loads Q and K, warp 2 loads V.
+//            Warpgroups 1 to kConsumers: S = Q K^T, softmax, O += P V for 64 queries each; S, P
+//            and O live in their registers, which the producer gives up.
+// Pipeline   the tiles of all works are one stream. A consumer's step t: S_t = Q K_t^T and O +=
+//            P_t-1 V_t-1 are started together; the softmax of S_t runs while the second product
+//            does. Where t-1 was a work's last tile, O goes out at the end of the step. With
+//            ping-pong, the consumers start their products in turn, so that one's softmax runs under
+//            the other's:
+//              consumer 1   [QK PV]softmax ......[QK PV]softmax
+//              consumer 2   ......[QK PV]softmax ......[QK PV]softmax
+// Barriers   X_full (X = Q, K, V): a producer warp's arrival and TMA's bytes; consumers wait for it
+//            before they read X. Without it they would read the tile before.
+//            X_empty: every consumer warp arrives when its products that read X are complete; the
+//            producer warp waits for it before it loads over X.
+//            work_full, work_empty: the same for the description of a work, written by warp 0.
+//            V_landed: warp 2 waits for its own load where it has to overwrite rows of V.
+//            Turn (named barrier 1 + c): consumer c waits for consumer c - 1 to have started its
+//            products. It orders only the use of the tensor cores: without it results are the same.
+// Limits     softcap, bias, mask, ALiBi and softmax_scale <= 0 are other kernels' work.
+#include "common/fragment_softmax.cuh"
+#include "common/sm90_layout.cuh"
+#include "common/sm90_producer.cuh"
+#include "common/store_fragment.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace cupyflash {
+
+constexpr int kScores = kBc / 2;  // floats of a thread: 64 x Bc over 128 threads
+constexpr int kOutputs = kHeadDimV / 2;
+
+// From one stage's descriptor to the next one's.
+constexpr int kQStep = kConsumers * QTile::kBytes / 16;
+constexpr int kKStep = KTile::kBytes / 16;
+constexpr int kVStep = VTile::kBytes / 16;
+
+// A descriptor further on: addresses are in its lower half, and never carry.
+__device__ __forceinline__ unsigned long long advanced(unsigned long long descriptor,
+                                                       unsigned step) {
+  return (descriptor & 0xffffffff00000000ull) | (static_cast<unsigned>(descriptor) + step);
+}
+
+// S = Q K^T, started.
+__device__ __forceinline__ void start_scores(float (&S)[kScores], unsigned long long Q,
+                                             unsigned long long K) {
+  wgmma<kMma, false, false>(S, Q, K);
+#pragma unroll
+  for (int k = 1; k < kHeadDim / 16; ++k) {
+    wgmma<kMma, true, false>(S, Q + QTile::columns_step(k), K + KTile::columns_step(k));
+  }
+  wgmma_commit();
+}
+
+// O += P V, started.
+__device__ __forceinline__ void start_outputs(float (&O)[kOutputs],
+                                              const unsigned (&P)[kBc / 16][4],
+                                              unsigned long long V) {
+#pragma unroll
+  for (int k = 0; k < kBc / 16; ++k) wgmma<kMma, true, true>(O, P[k], V + VTile::rows_step(k));
+  wgmma_commit();
+}
+
+// The same number in all lanes, and the compiler knows it: descriptors made of it are in uniform
+// registers, where wgmma wants them, and not moved there between one wgmma and the next, which cost
+// a fifth of the speed at head_dim 256.
+__device__ __forceinline__ int warp_uniform(int x) { return __reduce_max_sync(kFullWarp, x); }
+
+// One consumer, as its threads see it.
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(const Sm90Params& params, Shared& shared)
+      : params_(params),
+        problem_(params.problem),
+        shared_(shared),
+        c_(warp_uniform(threadIdx.x / kWarpgroup - 1)),
+        slope_(static_cast<float>(problem_.softmax_scale * 1.4426950408889634)) {}
+
+  __device__ __forceinline__ void run() {
+    // The last consumer lets the first one begin.
+    if (kPingPong && c_ == kConsumers - 1) named_barrier_arrive(kFirstTurn, 2 * kWarpgroup);
+
+    const unsigned long long Q_matrix = QTile::by_columns(shared_.Q[0][c_]);
+    const unsigned long long K_matrix = KTile::by_columns(shared_.K[0]);
+    const unsigned long long V_matrix = VTile::by_rows(shared_.V[0]);
+    unsigned works = 0;    // before the one whose scores are made
+    unsigned Q_tiles = 0;  // the same of works that see keys
+    unsigned tiles = 0;    // of K and V, before the one whose weights P holds
+    float S[kScores];
+    float O[kOutputs];
+    unsigned P[kBc / 16][4];
+    float keep[kFragmentRows];
+#pragma unroll 1
+    for (;;) {
+      // Nothing is in flight: the first work, or the one before has none to follow at once.
+      Tiles of_work = tiles_of(works);
+      if (of_work.begin >= of_work.end) {
+        if (of_work.begin > of_work.end) return;
+        store_nothing(work(works));
+        give_back(works++);
+        continue;
+      }
+      int j = of_work.end - 1;
+      FragmentSoftmax softmax;
+      clear(O);
+      {
+        const Turn<kQStages> Q_turn(Q_tiles);
+        const Turn<kStages> K_turn(tiles);
+        mbarrier_wait(shared_.Q_full[Q_turn.stage][c_], Q_turn.parity);
+        mbarrier_wait(shared_.K_full[K_turn.stage], K_turn.parity);
+        wgmma_fence();
+        start_scores(S, advanced(Q_matrix, Q_turn.stage * kQStep),
+                     advanced(K_matrix, K_turn.stage * kKStep));
+        wgmma_wait<0>();
+        wgmma_use(S);
+        release(shared_.K_empty[K_turn.stage]);
+        if (j == of_work.begin) release(shared_.Q_empty[Q_turn.stage][c_]);
+        hide(S, j, of_work, work(works));
+        softmax.fold(S, slope_, keep);
+        pack_weights(S, P);
+        if (j > of_work.begin) wait_for_K(tiles + 1);
+      }
+
+      // P holds the weights of tile j, O the sum over the tiles of its work before.
+#pragma unroll 1
+      for (;;) {
+        const bool last = j == of_work.begin;
+        const unsigned finished = works;
+        float scale[kFragmentRows], lse[kFragmentRows];
+        bool more = true;
+        if (last) {
+          softmax.finish(slope_, scale, lse);
+          softmax = FragmentSoftmax();
+          ++Q_tiles;
+          of_work = tiles_of(++works);
+          more = of_work.begin < of_work.end;
+          j = of_work.end;
+        }
+        tiles = warp_uniform(tiles);
+        const Turn<kStages> V_turn(tiles++);
+        bool moved = false;
+        if (more) {
+          --j;
+          const Turn<kQStages> Q_turn(warp_uniform(Q_tiles));
+          const Turn<kStages> K_turn(tiles);
+          if (last) {
+            mbarrier_wait(shared_.Q_full[Q_turn.stage][c_], Q_turn.parity);
+            wait_for_K(tiles);
+          }
+          if (kPingPong) named_barrier_sync(kFirstTurn + c_, 2 * kWarpgroup);
+          wgmma_fence();
+          start_scores(S, advanced(Q_matrix, Q_turn.stage * kQStep),
+                       advanced(K_matrix, K_turn.stage * kKStep));
+          mbarrier_wait(shared_.V_full[V_turn.stage], V_turn.parity);
+          wgmma_fence();  // the compiler wants one in each block of code, or it runs one at a time
+          start_outputs(O, P, advanced(V_matrix, V_turn.stage * kVStep));
+          if (kPingPong) {
+            named_barrier_arrive(kFirstTurn + (c_ + 1 == kConsumers ? 0 : c_ + 1), 2 * kWarpgroup);
+          }
+          wgmma_wait<1>();
+          wgmma_use(S);
+          release(shared_.K_empty[K_turn.stage]);
+          if (j == of_work.begin) release(shared_.Q_empty[Q_turn.stage][c_]);
+          hide(S, j, of_work, work(works));
+          moved = softmax.fold(S, slope_, keep);
+          // The weights are made before P V is complete, not after it: the compiler moves nothing
+          // across both this use and the loop in the wait for the next K.
+          wgmma_use(S);
+          if (j > of_work.begin) wait_for_K(tiles + 1);
+        } else {
+          mbarrier_wait(shared_.V_full[V_turn.stage], V_turn.parity);
+          wgmma_fence();
+          start_outputs(O, P, advanced(V_matrix, V_turn.stage * kVStep));
+        }
+        wgmma_wait<0>();
+        wgmma_use(O);
+        release(shared_.V_empty[V_turn.stage]);
+        if (last) {
+          store(O, scale, lse, work(finished));
+          give_back(finished);
+          if (!more) break;
+          clear(O);
+        } else if (__any_sync(kFullWarp, moved)) {
+          scale_rows(O, keep);
+        }
+        pack_weights(S, P);
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ void clear(float (&O)[kOutputs]) {
+#pragma unroll
+    for (int x = 0; x < kOutputs; ++x) O[x] = 0.0f;
+  }
+
+  __device__ __forceinline__ void wait_for_K(unsigned n) const {
+    const Turn<kStages> turn(n);
+    mbarrier_wait(shared_.K_full[turn.stage], turn.parity);
+  }
+
+  // This warp has done with a buffer. Its lanes are together.
+  __device__ __forceinline__ void release(Mbarrier& empty) const {
+    if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(empty);
+  }
+
+  // The thread's upper row in its tile of Br queries.
+  __device__ __forceinline__ int row() const {
+    const int warp = threadIdx.x / kWarpSize % 4;
+    return c_ * kConsumerRows + 16 * warp + threadIdx.x % kWarpSize / 4;
+  }
+
+  __device__ __forceinline__ const Work& work(unsigned n) const {
+    return shared_.work[Turn<kWorkStages>(n).stage];
+  }
+
+  struct Tiles {
+    int begin;
+    int end;
+    int unmasked_begin;
+    int unmasked_end;
+  };
+
+  // Waits for the description of work n.
+  __device__ __forceinline__ Tiles tiles_of(unsigned n) const {
+    const Turn<kWorkStages> turn(n);
+    mbarrier_wait(shared_.work_full[turn.stage], turn.parity);
+    const Work& found = work(n);
+    return {warp_uniform(found.begin), warp_uniform(found.end),
+            warp_uniform(found.unmasked_begin[c_]), warp_uniform(found.unmasked_end[c_])};
+  }
+
+  __device__ __forceinline__ void give_back(unsigned n) const {
+    __syncwarp();  // every lane has read it
+    release(shared_.work_empty[Turn<kWorkStages>(n).stage]);
+  }
+
+  // Scores of tile j that position hides become -inf.
+  __device__ __forceinline__ void hide(float (&S)[kScores], int j, const Tiles& tiles,
+                                       const Work& work) const {
+    if (j >= tiles.unmasked_begin && j < tiles.unmasked_end) return;
+    const int first_column = j * kBc + threadIdx.x % 4 * 2;
+    int end[kFragmentRows];
+#pragma unroll
+    for (int r = 0; r < kFragmentRows; ++r) {
+      const int key = work.end_key + row() + 8 * r;
+      end[r] = (key < work.seqlen_k ? key : work.seqlen_k) - first_column;
+    }
+    hide_from(S, end);
+    if (problem_.window_left >= 0) {
+      const int first[] = {work.first_key + row() - first_column,
+                           work.first_key + row() + 8 - first_column};
+      hide_before(S, first);
+    }
+  }
+
+  __device__ __forceinline__ void store(const float (&O)[kOutputs],
+                                        const float (&scale)[kFragmentRows],
+                                        const float (&lse)[kFragmentRows], const Work& work) const {
+    int64 rows[kFragmentRows];
+#pragma unroll
+    for (int r = 0; r < kFragmentRows; ++r) {
+      rows[r] = row() + 8 * r < work.rows ? work.i0 + row() + 8 * r : -1;
+      if (problem_.lse.data && threadIdx.x % 4 == 0 && rows[r] >= 0) {
+        static_cast<float*>(problem_.lse.data)[work.lse + rows[r] * problem_.lse.row] = lse[r];
+      }
+    }
+    store_rows(O, scale, static_cast<element*>(problem_.o.data) + work.o, rows, problem_.o.row,
+               problem_.o.col, static_cast<int>(problem_.head_dim_v), params_.o_vectors);
+  }
+
+  // Rows that see no key: o = 0, lse = -inf. A warp its 16 rows.
+  __device__ __forceinline__ void store_nothing(const Work& work) const {
+    const int lane = threadIdx.x % kWarpSize;
+    const int first = row() - lane / 4;
+#pragma unroll 1
+    for (int r = first; r < first + 16 && r < work.rows; ++r) {
+      const int64 i = work.i0 + r;
+      element* const o = static_cast<element*>(problem_.o.data) + work.o + i * problem_.o.row;
+#pragma unroll 1
+      for (int x = lane; x < problem_.head_dim_v; x += kWarpSize) {
+        o[x * problem_.o.col] = from_acc<element>(0.0f);
+      }
+      if (problem_.lse.data && lane == 0) {
+        static_cast<float*>(problem_.lse.data)[work.lse + i * problem_.lse.row] = kMinusInfinity;
+      }
+    }
+  }
+
+  const Sm90Params& params_;
+  const Problem& problem_;
+  Shared& shared_;
+  const int c_;
+  const float slope_;
+};
+
+}  // namespace cupyflash
+
+extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, 1)
+    forward_sm90(const __grid_constant__ cupyflash::Sm90Params params) {
+  using namespace cupyflash;
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
+
+  if (threadIdx.x == 0) {
+    tma_prefetch_map(params.Q);
+    tma_prefetch_map(params.K);
+    tma_prefetch_map(params.V);
+    for (int stage = 0; stage < kWorkStages; ++stage) {
+      mbarrier_init(shared.work_full[stage], 1);
+      mbarrier_init(shared.work_empty[stage], kConsumerWarps + 2);  // and warps 1, 2
+    }
+    for (int stage = 0; stage < kQStages; ++stage) {
+      for (int c = 0; c < kConsumers; ++c) {
+        mbarrier_init(shared.Q_full[stage][c], 1);
+        mbarrier_init(shared.Q_empty[stage][c], kWarpgroup / kWarpSize);
+      }
+    }
+    for (int stage = 0; stage < kStages; ++stage) {
+      mbarrier_init(shared.K_full[stage], 1);
+      mbarrier_init(shared.V_full[stage], 1);
+      mbarrier_init(shared.K_empty[stage], kConsumerWarps);
+      mbarrier_init(shared.V_empty[stage], kConsumerWarps);
+    }
+    mbarrier_init(shared.V_landed, 1);
+    fence_mbarrier_init();
+  }
+  __syncthreads();  // before anybody waits on the mbarriers
+
+  if (threadIdx.x < kWarpgroup) {
+    setmaxnreg_dec<kProducerRegisters>();
+    // Three roles of one thread or one warp each; the other threads have nothing to do.
+    if (threadIdx.x == 0) take_works(params, shared);
+    if (threadIdx.x == kWarpSize) load_Q_and_K(params, shared);
+    if (threadIdx.x / kWarpSize == 2) load_V(params, shared);
+  } else {
+    setmaxnreg_inc<kConsumerRegisters>();
+    Consumer(params, shared).run();
+  }
+}

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: MIT
+"""What is forward_sm80's own: its tiles, parts of the keys, packed heads, ways to load.
+
+The contract of attention is tested for all kernels alike in test_forward.py and test_cases.py.
+"""
+
+import hostcuda
+import numpy as np
+import pytest
+from hostcuda.probes import MARKS as HOSTCUDA
+from hostcuda.probes import floats, kernel, record
+from paths import assert_same_bits, normal, qkv
+
+from cupyflash import _problem, _sm80, devices
+from cupyflash.plan import plan
+from cupyflash.testing import DTYPES, Problem, assert_attention_close
+
+pytestmark = pytest.mark.kernel("forward_sm80")
+H200 = devices.named_device("H200")
+
+
+def on_host(q, k, v, *, splits=None, schedules=False, device=H200, **options):
+    """(o, lse) of the kernel on the CPU, with the keys in ``splits`` parts."""
+    problem = _problem.from_arrays("attention", q, k, v, **options)
+    tiles = _sm80.tiles_for(problem, device)
+    work = _sm80.parts(problem, tiles, device, splits)
+    o = hostcuda.empty(problem.out_shape, problem.dtype)
+    lse = hostcuda.empty(problem.out_shape[:-1], problem.acc_dtype)
+    for launch in _sm80.records(problem, tiles, work, o, lse, hostcuda):
+        (hostcuda.run_schedules if schedules else hostcuda.run)(launch)
+    return o, lse
+
+
+def check(q, k, v, *, splits=None, schedules=False, device=H200, **options):
+    actual = on_host(q, k, v, splits=splits, schedules=schedules, device=device, **options)
+    assert_attention_close(actual, Problem(q, k, v, options))
+    return actual
+
+
+def dtype_of(name):
+    return _problem.bfloat16 if name == "bfloat16" else np.dtype(name)
+
+
+class TestOnHostCuda:
+    pytestmark = HOSTCUDA
+
+    @pytest.mark.parametrize("name", DTYPES)
+    def test_no_schedule_changes_a_bit(self, name):
+        q, k, v = qkv(1, 1, 2, 70, 40, seqlen_k=230, dtype=dtype_of(name))
+        check(q, k, v, causal=True, schedules=True)
+
+    def test_no_data_race(self):
+        q, k, v = qkv(2, 1, 1, 40, 64, seqlen_k=200, dtype=np.float16)
+        problem = _problem.from_arrays("attention", q, k, v)
+        tiles = _sm80.tiles_for(problem, H200)
+        o, lse = hostcuda.empty((1, 1, 40, 64), q.dtype), None
+        work = _sm80.parts(problem, tiles, H200, 1)
+        (launch,) = _sm80.records(problem, tiles, work, o, lse, hostcuda)
+        hostcuda.run(launch, sanitizer="thread")
+        assert np.isfinite(o.astype(float)).all()
+
+    @pytest.mark.parametrize("name", DTYPES)
+    @pytest.mark.parametrize("splits", [2, 3, 7])
+    def test_parts_of_the_keys_are_merged(self, name, splits):
+        q, k, v = qkv(3, 2, 2, 5, 40, seqlen_k=230, dtype=dtype_of(name))
+        # The first entry has keys in the first part only, the last query of none in the others.
+        check(q, k, v, splits=splits, causal=True, seqlens_k=np.array([20, 230]))
+
+    def test_a_row_without_keys_stays_empty_when_merged(self):
+        q, k, v = qkv(4, 1, 1, 9, 40, seqlen_k=6, dtype=np.float32)
+        o, lse = on_host(q, k, v, splits=2, causal=True)
+        assert (o[..., :3, :] == 0).all()
+        assert (lse[..., :3] == -np.inf).all()
+        assert np.isfinite(lse[..., 3:]).all()
+
+    @pytest.mark.parametrize("seqlen_q", [1, 7, 33])
+    def test_a_group_of_heads_in_one_tile(self, seqlen_q):
+        q, k, v = qkv(5, 2, 6, seqlen_q, 64, seqlen_k=150, heads_k=2, dtype=np.float16)
+        options = {"causal": True, "alibi_slopes": np.float32([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])}
+        problem = _problem.from_arrays("attention", q, k, v, **options)
+        assert _sm80.pack(problem) == 3
+        check(q, k, v, **options)
+        check(q, k, v, window=(20, 3))
+
+    def test_slices_of_a_large_head_dim_v(self):
+        q, k, v = qkv(6, 1, 2, 20, 64, seqlen_k=40, dtype=np.float64)
+        v = normal(7, 1, 2, 40, 300, dtype=np.float64)
+        problem = _problem.from_arrays("attention", q, k, v)
+        assert _sm80.parts(problem, _sm80.tiles_for(problem, H200), H200).slices == 3
+        check(q, k, v)
+        check(q, k, v, splits=2)
+
+    @pytest.mark.parametrize("name", DTYPES)
+    @pytest.mark.parametrize("columns", [slice(1, 34), slice(0, 66, 2), slice(33, None, -1)])
+    def test_rows_that_no_vector_can_load(self, name, columns):
+        wide = qkv(8, 1, 2, 30, 67, seqlen_k=70, dtype=dtype_of(name))
+        q, k, v = (x[..., columns] for x in wide)
+        actual = check(q, k, v, causal=True)
+        copies = [np.ascontiguousarray(x) for x in (q, k, v)]
+        padded = [np.zeros((*x.shape[:-1], 64), x.dtype)[..., : x.shape[-1]] for x in copies]
+        for to, x in zip(padded, copies, strict=True):
+            to[...] = x
+        assert_same_bits(on_host(*padded, causal=True), actual)
+
+    @pytest.mark.parametrize("softmax_scale", [-0.3, 1e-9, 40.0])
+    @pytest.mark.parametrize("name", ["bfloat16", "float32"])
+    def test_any_scale(self, name, softmax_scale):
+        q, k, v = qkv(9, 1, 1, 70, 64, seqlen_k=70, dtype=dtype_of(name))
+        check(q, k, v, softmax_scale=softmax_scale, causal=True)
+
+    def test_rising_scores_move_the_maximum_often(self):
+        q, k, v = qkv(10, 1, 1, 20, 64, seqlen_k=400, dtype=np.float32)
+        k += np.linspace(0, 30, 400, dtype=np.float32)[:, None] * np.sign(q[..., 3:4, :])
+        check(q, k, v)
+
+    def test_infinite_values_pass_through_the_split_of_float32(self):
+        q, k, v = qkv(11, 1, 1, 8, 32, seqlen_k=40, dtype=np.float32)
+        v[..., 5, 3] = np.inf
+        v[..., 6, 4] = -np.inf
+        v[..., 7, 5] = np.nan
+        k[..., 9, :] = 0.0
+        o, _ = on_host(q, k, v)
+        assert (o[..., 3] == np.inf).all()
+        assert (o[..., 4] == -np.inf).all()
+        assert np.isnan(o[..., 5]).all()
+        assert np.isfinite(np.delete(o, [3, 4, 5], -1)).all()
+
+    @pytest.mark.parametrize("device", ["A100", "RTX 4090"])
+    def test_tiles_of_other_devices(self, device):
+        q, k, v = qkv(12, 1, 1, 140, 64, seqlen_k=140, dtype=np.float16)
+        check(q, k, v, causal=True, device=devices.named_device(device))
+
+    def test_mma_sums_without_rounding(self):
+        # 2^24 + 1 and 2^24 + 3 lie between two floats: cut off, never rounded up.
+        source = '#include "ptx/mma.cuh"\n' + kernel(
+            "float d[4] = {x[0], x[1], -x[0], -x[1]}; const unsigned one = 0x3c003c00u;\n"
+            "const unsigned a[4] = {t % 4 == 0 ? 0x3c00u : 0u, t % 4 == 0 ? 0xbc00u : 0u, 0, 0};\n"
+            "const unsigned b[2] = {one, one}; cupyflash::mma_m16n8k16_f16(d, a, b);\n"
+            "for (int e = 0; e < 4; ++e) y[4 * t + e] = d[e];"
+        )
+        x, y = floats(2), floats(128)
+        x[:] = 2.0**24, 2.0**24 + 2
+        hostcuda.run(record(x, y, threads=32), source=source)
+        np.testing.assert_array_equal(y.reshape(32, 4), [[x[0], x[1], -x[0], -x[1]]] * 32)
+
+    def test_a_copy_lands_when_it_is_waited_for(self):
+        source = '#include "ptx/cp_async.cuh"\n' + kernel(
+            "extern __shared__ __align__(16) float s[]; s[4 * t] = -1;\n"
+            "const unsigned to = cupyflash::shared_address(s + 4 * t);\n"
+            "cupyflash::cp_async_16(to, x + 4 * t, 12); cupyflash::cp_async_commit();\n"
+            "y[2 * t] = s[4 * t]; cupyflash::cp_async_wait<0>();\n"
+            "y[2 * t + 1] = s[4 * t] + s[4 * t + 3];"
+        )
+        x = floats(256) + 1
+        for landing, early in (("late", -1.0), ("eager", None)):
+            y = floats(128)
+            schedule = hostcuda.Schedule(landing=landing)
+            hostcuda.run(record(x, y, smem=1024), source=source, schedule=schedule)
+            np.testing.assert_array_equal(y[1::2], x[::4])
+            np.testing.assert_array_equal(y[::2], x[::4] if early is None else early)
+
+
+@pytest.mark.parametrize("name", ["A100", "RTX 3090", "RTX 4090", "H200", "B200", "RTX 5090"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_head_dim_has_tiles_that_fit(name, dtype):
+    device = devices.named_device(name)
+    for head_dim in (1, 32, 33, 64, 96, 100, 128, 129, 192, 256):
+        for options in ({}, {"softcap": 3.0}, {"seqlen_k": 9}):
+            p = plan(
+                seqlen_q=9 if "seqlen_k" in options else 4096,
+                head_dim=head_dim,
+                dtype=dtype,
+                device=device,
+                kernel="forward_sm80",
+                **options,
+            )
+            assert p.smem_bytes <= device.smem_block_bytes
+            assert p.tiles.head_dim >= head_dim
+            assert p.tiles.Br % (16 * p.tiles.warps) == 0
+            assert "forward_sm80" in str(p)
+
+
+@pytest.mark.parametrize(
+    ("device", "sizes", "message"),
+    [
+        ("T4", {"head_dim": 64}, "needs compute capability 8.0, T4 has 7.5"),
+        ("A100", {"head_dim": 257}, "takes head_dim up to 256, q has 257"),
+        ("A100", {"head_dim": 64, "seqlen_k": 2**29}, "takes sequences of less than 536870912"),
+    ],
+)
+def test_refusals(device, sizes, message):
+    with pytest.raises(ValueError, match=f"plan: kernel 'forward_sm80' {message}"):
+        plan(**{"seqlen_q": 64} | sizes, device=device, kernel="forward_sm80")
+
+
+def test_the_plan_splits_the_keys_only_where_blocks_are_few():
+    sizes = {"head_dim": 128, "dtype": "bfloat16", "device": "A100", "seqlen_k": 32768}
+    few = plan(seqlen_q=1, heads_q=8, heads_k=8, **sizes)
+    assert few.parts.splits > 8
+    assert "merged by combine" in str(few)
+    many = plan(seqlen_q=4096, batch=8, heads_q=32, **sizes)
+    assert many.parts.splits == 1
+
+
+def test_no_specialisation_is_listed_twice():
+    listed = list(_sm80.specialisations())
+    assert len({(name, options) for name, options, _ in listed}) == len(listed)
+    assert len(listed) <= 140
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+def test_on_a_gpu(cupy, name, head_dim):
+    from paths import run_on_gpu
+
+    q, k, v = qkv(13, 2, 6, 300, head_dim, seqlen_k=411, heads_k=2, dtype=dtype_of(name))
+    mask = np.random.default_rng(14).random((300, 411)) < 0.8
+    for options in (
+        {},
+        {"causal": True},
+        {"window": (70, 30), "seqlens_k": np.array([100, 411])},
+        {"mask": mask, "bias": normal(15, 6, 300, 411, dtype=dtype_of(name)), "softcap": 8.0},
+    ):
+        actual = run_on_gpu(q, k, v, kernel="forward_sm80", **options)
+        assert_attention_close(actual, Problem(q, k, v, options))
+    few = q[:, :, :3]
+    assert_attention_close(run_on_gpu(few, k, v, kernel="forward_sm80"), Problem(few, k, v))

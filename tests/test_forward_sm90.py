@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: MIT
+"""What is forward_sm90's own: its tile table, its stream of works, what it declines."""
+
+import dataclasses
+
+import hostcuda
+import ml_dtypes
+import numpy as np
+import pytest
+from paths import launches, qkv
+
+from cupyflash import _compile, _sm90, _tensormap, attention, devices, plan
+from cupyflash.reference import attention_reference
+
+pytestmark = pytest.mark.kernel("forward_sm90")
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+WRITES = {"problem.o.data", "problem.lse.data", "counter"}
+
+
+def close(actual, expected):
+    (o, lse), (o_ref, lse_ref) = actual, expected
+    seen = np.isfinite(lse_ref)
+    assert np.isfinite(o.astype("f8")).all()
+    assert (lse[~seen] == -np.inf).all()
+    np.testing.assert_allclose(lse[seen], lse_ref[seen], rtol=1e-5, atol=1e-5)
+    error = np.linalg.norm(o.astype("f8") - o_ref)
+    assert error <= 2 * ROUNDING[o.dtype.name] * np.linalg.norm(o_ref)
+
+
+def run(q, k, v, blocks=None, schedules=False, **options):
+    """On the CPU, by no more than so many thread blocks: then each has several works."""
+    o, lse, records = launches(q, k, v, kernel="forward_sm90", **options)
+    for record in records:
+        if blocks is not None:
+            record = dataclasses.replace(record, grid=(min(blocks, record.grid[0]), 1, 1))
+        if schedules:
+            hostcuda.run_schedules(record, writes=WRITES, timeout=200)
+        else:
+            hostcuda.run(record, writes=WRITES, timeout=200)
+    return o, lse
+
+
+@pytest.mark.parametrize("tiles", _sm90.TABLE, ids=lambda t: f"{t.head_dim}-{t.head_dim_v}-{t.Bc}")
+def test_each_row_of_the_table(tiles, monkeypatch):
+    if reason := hostcuda.unavailable():
+        pytest.skip(reason)
+    monkeypatch.setattr(_sm90, "TABLE", (dataclasses.replace(tiles, least_keys=0),))
+    plan_cache = __import__("cupyflash.plan", fromlist=["_cached_plan"])._cached_plan
+    plan_cache.cache_clear()
+    try:
+        q, k, v = qkv(1, 2, 2, 140, tiles.head_dim, seqlen_k=230, heads_k=1, dtype=BFLOAT16)
+        v = v[..., : tiles.head_dim_v]
+        for options in ({}, {"causal": True}, {"window": (60, 20)}):
+            close(run(q, k, v, blocks=3, **options), attention_reference(q, k, v, **options))
+    finally:
+        plan_cache.cache_clear()
+
+
+@pytest.mark.hostcuda
+@pytest.mark.skipif(bool(hostcuda.unavailable()), reason=str(hostcuda.unavailable()))
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_works_that_see_nothing_between_others(blocks):
+    q, k, v = qkv(2, 6, 1, 200, 64, seqlen_k=150, dtype=np.float16)
+    lengths = np.array([0, 0, 150, 0, 0, 77])
+    options = {"seqlens_k": lengths, "causal": True}
+    o, lse = run(q, k, v, blocks=blocks, schedules=True, **options)
+    close((o, lse), attention_reference(q, k, v, **options))
+    for entry, length in enumerate(lengths):
+        k[entry, :, length:] = np.nan
+        v[entry, :, length:] = np.nan
+    again, lse_again = run(q, k, v, blocks=blocks, **options)
+    assert again.tobytes() == o.tobytes()
+    assert lse_again.tobytes() == lse.tobytes()
+
+
+def test_what_is_left_to_other_kernels():
+    device = devices.named_device("H200")
+
+    def chosen(**sizes):
+        sizes = {"seqlen_q": 4096, "head_dim": 128, "heads_q": 16, "device": device} | sizes
+        return plan(**sizes).kernel
+
+    assert chosen() == chosen(causal=True, window=(9, 9), seqlens=True) == "forward_sm90"
+    assert chosen(dtype="float32") != "forward_sm90"
+    assert chosen(softcap=5.0) != "forward_sm90"
+    assert chosen(head_dim=100) != "forward_sm90"  # rows of 200 bytes
+    assert chosen(device="A100") != "forward_sm90"
+    assert chosen(seqlen_q=1, seqlen_k=8192) != "forward_sm90"
+    with pytest.raises(ValueError, match=r"'forward_sm90' takes no softcap.*leave kernel=None"):
+        chosen(softcap=5.0, kernel="forward_sm90")
+
+
+@pytest.mark.parametrize("tiles", _sm90.TABLE, ids=lambda t: f"{t.head_dim}-{t.head_dim_v}-{t.Bc}")
+def test_products_are_asynchronous_and_nothing_spills(tiles):
+    built = _compile.build("forward_sm90", tiles.options("bfloat16"), "sm_90a")
+    assert "C75" not in built.log  # "wgmma.mma_async instructions are serialized"
+    assert built.spill_store_bytes == built.stack_bytes == 0
+    assert tiles.smem_bytes <= devices.named_device("H200").smem_block_bytes
+
+
+def test_more_batch_axes_than_a_tensor_map_has():
+    q, k, v = qkv(3, 2, 3, 2, 2, 1, 64, dtype=np.float16)
+    k = np.broadcast_to(k[:, :1, :, :1], k.shape)
+    _, _, records = launches(
+        q[:, ::2, :, ::2], k[:, ::2, :, ::2], v[:, ::2, :, ::2], kernel="forward_sm90"
+    )
+    assert all(isinstance(m, _tensormap.TensorMap) for r in records for m in r.tensor_maps)
+    assert {m.box[1] for r in records for m in r.tensor_maps} == {64, 128}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_many_works_a_block_on_a_gpu(cupy, dtype):
+    q, k, v = qkv(4, 40, 16, 512, 64, dtype=np.dtype(dtype if dtype == "float16" else BFLOAT16))
+    for options in ({}, {"causal": True}):
+        arrays = [cupy.asarray(x) for x in (q, k, v)]
+        out = cupy.full(q.shape, np.nan, q.dtype)
+        kernel = "forward_sm90"
+        o, lse = attention(*arrays, out=out, return_lse=True, kernel=kernel, **options)
+        again = attention(*arrays, kernel=kernel, **options)
+        assert o.tobytes() == again.tobytes()
+        some = np.s_[::13]
+        expected = attention_reference(q[some], k[some], v[some], **options)
+        close((cupy.asnumpy(o)[some], cupy.asnumpy(lse)[some]), expected)

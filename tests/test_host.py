@@ -1,0 +1,500 @@
+# SPDX-License-Identifier: MIT
+"""The numpy path: the oracle's answers, bits that depend on one head only, memory, threads."""
+
+import math
+import threading
+import tracemalloc
+
+import numpy as np
+import pytest
+import threadpoolctl
+from host_calls import assert_same_bits, attend, normal, qkv, tiling
+from hypothesis import given, settings
+
+from cupyflash import _host_schedule, _problem
+from cupyflash.reference import attention_reference
+from cupyflash.testing import (
+    DTYPES,
+    LAYOUTS,
+    Problem,
+    arrange,
+    assert_attention_close,
+    attention_problems,
+    error,
+    guarded_empty,
+    poison,
+    tile_edges,
+)
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+MIB = 2**20
+
+
+# --- Against the oracle ------------------------------------------------------------------------
+
+
+@settings(max_examples=150)
+@given(problem=attention_problems(max_options=6))
+def test_agrees_with_the_oracle(problem):
+    assert_attention_close(attend(*problem.qkv, **problem.kwargs), problem)
+
+
+@settings(max_examples=150)
+@given(problem=attention_problems(lengths=tile_edges(8, 16), max_options=6))
+def test_agrees_with_the_oracle_across_tiles_and_threads(problem):
+    with tiling(pytest.MonkeyPatch(), threads=3):
+        assert_attention_close(attend(*problem.qkv, **problem.kwargs), problem)
+
+
+@settings(max_examples=20)
+@given(
+    problem=attention_problems(
+        lengths=(1, 255, 256, 257, 511, 513, 700), head_dims=(1, 64, 80), max_scores=2**19
+    )
+)
+def test_agrees_with_the_oracle_at_the_edges_of_real_tiles(problem):
+    assert_attention_close(attend(*problem.qkv, **problem.kwargs), problem)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 1e-6), (np.float64, 1e-14)])
+def test_long_rows_keep_full_precision(dtype, bound):
+    q, k, v = qkv(1, 1, 4, 64, seqlen_k=50_000, dtype=dtype)
+    v += 1  # a mean that is not 0: every error of the sums shows
+    o, lse = attend(q, k, v)
+    expected_o, expected_lse = attention_reference(q, k, v)
+    assert error(o, expected_o) < bound
+    assert np.abs(lse - expected_lse).max() < bound * np.abs(expected_lse).max()
+
+
+@pytest.mark.parametrize("head_dim", [1, 300, 5000])
+def test_any_head_dim(head_dim):
+    q, k, v = qkv(2, 2, 9, head_dim, seqlen_k=70)
+    assert_attention_close(attend(q, k, v[..., :3]), attention_reference(q, k, v[..., :3]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softmax_scale_and_softcap_of_any_size(dtype):
+    dtype = _problem.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    q, k, v = qkv(3, 1, 4, 8, dtype=dtype)
+    for options in (
+        {"softmax_scale": 1e-35},
+        {"softmax_scale": -0.5},
+        {"softcap": 1e-37},
+        {"softcap": 1e-9},
+        {"softcap": 3e38},
+        {"softcap": 1e33},
+    ):
+        actual = attend(q, k, v, **options)
+        expected = attention_reference(q, k, v, **options)
+        assert np.isfinite(actual[0].astype(np.float64)).all()
+        assert error(actual[1], expected[1]) < 1e-6
+        assert_attention_close(actual, expected)
+
+
+# --- Bits that depend on one head only ---------------------------------------------------------
+
+
+def test_batch_entries_and_heads_are_independent():
+    q, k, v = qkv(4, 3, 8, 150, 64, seqlen_k=1100, heads_k=2)
+    lengths = [1100, 0, 517]
+    bias = normal(5, 8, 150, 1100)
+    together = attend(q, k, v, bias=bias, seqlens_k=lengths, window=(300, 40))
+    for b in range(3):
+        for h in range(8):
+            alone = attend(
+                q[b, h],
+                k[b, h // 4],
+                v[b, h // 4],
+                bias=bias[h],
+                seqlens_k=lengths[b],
+                window=(300, 40),
+            )
+            assert_same_bits([x[b, h] for x in together], alone)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 2, 40])
+def test_heads_that_share_a_call_of_numpy_are_independent(seqlen_q):
+    q, k, v = qkv(6, 12, seqlen_q, 33, seqlen_k=75, heads_k=4)
+    together = attend(q, k, v, causal=True)
+    for h in range(12):
+        alone = attend(q[h], k[h // 3], v[h // 3], causal=True)
+        assert_same_bits([x[h] for x in together], alone)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_threads_change_nothing(monkeypatch, dtype):
+    q, k, v = qkv(7, 2, 4, 70, 24, heads_k=2, dtype=dtype)
+    mask = np.random.default_rng(8).random((70, 70)) < 0.5
+    results = []
+    for threads in (1, 2, 5):
+        with tiling(monkeypatch, threads=threads):
+            results.append(attend(q, k, v, mask=mask, window=(30, 9)))
+    assert_same_bits(results[1], results[0])
+    assert_same_bits(results[2], results[0])
+
+
+def test_future_keys_change_no_earlier_row():
+    q, k, v = qkv(9, 2, 700, 64)
+    before = attend(q, k, v, causal=True)
+    k[:, 300:], v[:, 300:] = 100, math.inf
+    after = attend(q, k, v, causal=True)
+    # Rows of the tile on the diagonal meet the infinities of v as 0 * inf, like numpy's.
+    assert_same_bits([x[:, :256] for x in after], [x[:, :256] for x in before])
+    v[:, 300:] = -7
+    after = attend(q, k, v, causal=True)
+    assert_same_bits([x[:, :300] for x in after], [x[:, :300] for x in before])
+
+
+def test_scores_that_rise_from_tile_to_tile(monkeypatch):
+    q, k, v = qkv(59, 2, 64, 8, seqlen_k=200)
+    q[..., 0], k[..., 0] = 1, np.arange(200)  # up to 200 nats, 16 more in every tile
+    q[:, 7, 0] = -1  # one row falls instead
+    with tiling(monkeypatch, rows=32, keys=16):
+        actual = attend(q, k, v, softmax_scale=1.0)
+        assert_attention_close(
+            actual, attention_reference(q, k, v, softmax_scale=1.0), max_score=210
+        )
+        before = attend(q, k, v, causal="top_left", softmax_scale=1.0)
+        k[:, 50:, 0] = 1e6
+        after = attend(q, k, v, causal="top_left", softmax_scale=1.0)
+    # Rows of the block in which others had to move m.
+    assert_same_bits([x[:, :50] for x in after], [x[:, :50] for x in before])
+    assert (after[1][:, 50:] > 1e5).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head_dim", [1, 20])
+@pytest.mark.parametrize("seqlen_q", [1, 37])
+def test_strides_change_nothing(layout, head_dim, seqlen_q):
+    q, k, v = qkv(10, 2, 3, seqlen_q, head_dim, seqlen_k=50)
+    for n in range(3):
+        arrays = [q, k, v]
+        arrays[n] = arrange(arrays[n], layout)
+        contiguous = [np.array(x, order="C") for x in arrays]
+        assert_same_bits(attend(*arrays), attend(*contiguous))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+def test_garbage_in_slots_that_no_query_sees_changes_nothing(dtype, garbage):
+    q, k, v = qkv(11, 2, 4, 5, 16, seqlen_k=600, heads_k=2, dtype=dtype)
+    bias = normal(12, 600)
+    bias[[5, 590]] = -math.inf
+    mask = np.random.default_rng(13).random((4, 5, 600)) < 0.5
+    mask[:2, :, 40:70] = False  # both heads of key head 0
+    mask[2, :, 80:90] = False  # one of the two heads that share key head 1
+    hides = {
+        "seqlens_k": ({"seqlens_k": [600, 100]}, (1, slice(None), slice(100, None))),
+        "window": ({"window": (3, 2)}, (slice(None), slice(None), slice(0, 592))),
+        "causal": ({"causal": "top_left"}, (slice(None), slice(None), slice(5, None))),
+        "mask": ({"mask": mask}, (slice(None), 0, slice(40, 70))),
+        "bias": ({"bias": bias}, (slice(None), slice(None), [5, 590])),
+    }
+    for name, (options, slots) in hides.items():
+        k2, v2 = k.copy(), v.copy()
+        k2[slots] = v2[slots] = garbage
+        actual, expected = attend(q, k2, v2, **options), attend(q, k, v, **options)
+        assert np.isfinite(expected[0].astype(np.float32)).all(), name
+        assert_same_bits(actual, expected)
+    # Head 2 does not see these keys, its neighbour head 3 on the same key head does.
+    k2, v2 = k.copy(), v.copy()
+    k2[:, 1, 80:90] = v2[:, 1, 80:90] = garbage
+    poisoned, clean = attend(q, k2, v2, mask=mask), attend(q, k, v, mask=mask)
+    assert_same_bits([x[:, 2] for x in poisoned], [x[:, 2] for x in clean])
+    assert np.isnan(poisoned[0][:, 3].astype(np.float32)).any()
+
+
+def test_nan_in_a_slot_that_is_seen_shows():
+    q, k, v = qkv(14, 1, 6, 4)
+    v[0, 3, 1] = math.nan
+    o, lse = attend(q, k, v)
+    assert np.isnan(o[..., 1]).all()
+    assert np.isfinite(o[..., [0, 2, 3]]).all()
+    k[0, 2, 0] = math.inf
+    o, lse = attend(q, k, v)
+    assert np.isnan(o[lse != lse]).all()
+    assert np.isnan(lse).any()
+
+
+def test_two_calls_give_equal_bits_and_touch_no_input():
+    arrays = qkv(15, 4, 300, 64)
+    copies = [x.copy() for x in arrays]
+    assert_same_bits(attend(*arrays, causal=True), attend(*arrays, causal=True))
+    for array, copy in zip(arrays, copies, strict=True):
+        assert array.tobytes() == copy.tobytes()
+
+
+# --- Outputs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_writes_every_element_of_out_and_nothing_else(dtype):
+    dtype = _problem.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    q, k, v = qkv(16, 2, 3, 70, 16, seqlen_k=20, dtype=dtype)  # causal: rows 0-49 see nothing
+    expected = attend(q, k, v, causal=True)
+    guarded = guarded_empty((2, 3, 70, 16), dtype)
+    result = attend(q, k, v, causal=True, out=guarded.array)
+    assert result[0] is guarded.array
+    assert_same_bits(result, expected)
+    guarded.check()
+    wide = np.empty((3, 70, 2, 40), dtype)
+    poison(wide)
+    before = wide.copy()
+    view = wide.transpose(2, 0, 1, 3)[..., 33:1:-2]
+    attend(q, k, v, causal=True, out=view)
+    assert view.tobytes() == expected[0].tobytes()
+    wide[..., 33:1:-2] = before[..., 33:1:-2]
+    assert wide.tobytes() == before.tobytes()
+
+
+def test_dtypes_and_shapes_of_results():
+    for name in DTYPES:
+        dtype = _problem.bfloat16 if name == "bfloat16" else np.dtype(name)
+        x = normal(17, 5, 4, dtype=dtype)
+        o, lse = attend(x, x, x[:, :3])
+        assert (o.dtype, o.shape, lse.shape) == (dtype, (5, 3), (5,))
+        assert lse.dtype == (np.float64 if name == "float64" else np.float32)
+
+
+@pytest.mark.parametrize("zero", ["batch", "heads", "seqlen_q", "seqlen_k", "head_dim_v", "none"])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_axes_of_length_zero(zero, dtype):
+    size = {"batch": 2, "heads": 3, "seqlen_q": 4, "seqlen_k": 5, "head_dim_v": 6}
+    size[zero] = 0
+    q = np.ones((size["batch"], size["heads"], size["seqlen_q"], 8), dtype)
+    k = np.ones((size["batch"], size["heads"], size["seqlen_k"], 8), dtype)
+    v = np.ones((size["batch"], size["heads"], size["seqlen_k"], size["head_dim_v"]), dtype)
+    mask = np.ones((size["seqlen_q"], size["seqlen_k"]), np.bool_)
+    for options in ({}, {"causal": True}, {"mask": mask, "seqlens_k": size["seqlen_k"]}):
+        o, lse = attend(q, k, v, **options)
+        assert o.shape == (*q.shape[:-1], size["head_dim_v"])
+        assert lse.shape == q.shape[:-1]
+        assert (o == (0 if zero == "seqlen_k" else 1)).all()
+        assert (np.isneginf(lse) if zero == "seqlen_k" else np.isfinite(lse)).all()
+
+
+# --- Memory and work ---------------------------------------------------------------------------
+
+
+def working_bytes(call):
+    """Peak of what numpy allocates in a call, without the two results."""
+    call()
+    tracemalloc.start()
+    try:
+        results = call()
+        return tracemalloc.get_traced_memory()[1] - sum(x.nbytes for x in results)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_memory_of_a_large_call(dtype):
+    q, k, v = qkv(18, 1, 8, 4096, 64, dtype=dtype)
+    q = q[:, :, :1024]  # the scores alone would be 128 MiB in float32
+    assert working_bytes(lambda: attend(q, k, v)) < 32 * MIB
+
+
+@pytest.mark.parametrize("seqlen", [2048, 8192])
+def test_memory_does_not_grow_with_length_and_options(seqlen):
+    q, k, v = qkv(19, 1, 64, 2048, seqlen_k=seqlen, heads_k=1)
+    q = np.broadcast_to(q[:1, :, :16], (4, 64, 16))
+    q, k, v = q[:, :32], k[..., :16], v[..., :16]
+    bias = np.zeros((32, 1), np.float32)
+    mask = np.broadcast_to(np.arange(seqlen) % 3 > 0, (4, 32, seqlen))
+    options = {"bias": bias, "mask": mask, "alibi_slopes": 0.5, "softcap": 9.0}
+    assert working_bytes(lambda: attend(q, k, v, **options)) < 32 * MIB
+
+
+def test_memory_at_a_large_head_dim_and_many_threads(monkeypatch):
+    q, k, v = qkv(20, 2, 40, 6000, seqlen_k=300, dtype=np.float16)
+    with tiling(monkeypatch, rows=256, keys=4096, threads=64):
+        assert working_bytes(lambda: attend(q, k, v)) < 64 * MIB
+
+
+def multiplications(monkeypatch, *arrays, **options):
+    """How many the matrix products of a call make."""
+    count = 0
+    matmul = np.matmul
+
+    def counting(a, b, **kwargs):
+        nonlocal count
+        result = matmul(a, b, **kwargs)
+        count += result.size * a.shape[-1]
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "matmul", counting)
+        attend(*arrays, **options)
+    return count
+
+
+def test_hidden_tiles_are_skipped(monkeypatch):
+    arrays = qkv(21, 1, 2048, 16)
+    full = multiplications(monkeypatch, *arrays)
+    assert multiplications(monkeypatch, *arrays, causal=True) < 0.6 * full
+    assert multiplications(monkeypatch, *arrays, window=(100, 100)) < 0.3 * full
+    assert multiplications(monkeypatch, *arrays, seqlens_k=512) < 0.26 * full
+    i, j = np.ogrid[:2048, :2048]
+    blocks = i // 512 == j // 512
+    assert multiplications(monkeypatch, *arrays, mask=blocks) < 0.26 * full
+    bias = np.where(blocks, np.float32(0), np.float32(-np.inf))
+    assert multiplications(monkeypatch, *arrays, bias=bias) < 0.26 * full
+
+
+# --- Threads -----------------------------------------------------------------------------------
+
+
+def blas_threads():
+    info = threadpoolctl.ThreadpoolController().select(user_api="blas").info()
+    return [library["num_threads"] for library in info]
+
+
+def test_calls_from_several_threads_at_once(monkeypatch):
+    problems = [qkv(30 + n, 3, 40 + n, 16) for n in range(6)]
+    before = blas_threads()
+    expected = [attend(*arrays, causal=True) for arrays in problems]
+    results = {}
+    together = threading.Barrier(len(problems))
+
+    def call(n):
+        together.wait()
+        for _ in range(10):
+            results[n] = attend(*problems[n], causal=True)
+
+    with tiling(monkeypatch, rows=256, keys=4096, threads=2):
+        threads = [threading.Thread(target=call, args=(n,)) for n in range(len(problems))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for n, result in enumerate(expected):
+        assert_same_bits(results[n], result)
+    assert blas_threads() == before
+
+
+def test_blas_has_one_thread_meanwhile_and_its_own_afterwards():
+    seen = []
+    with threadpoolctl.threadpool_limits(2, user_api="blas"):
+        before = blas_threads()
+        attend(*qkv(40, 2, 9, 4), progress=lambda done, total: seen.append(blas_threads()))
+        assert blas_threads() == before
+    assert seen
+    assert all(n == 1 for counts in seen for n in counts)
+
+
+def test_uses_no_more_threads_than_the_blas_may(monkeypatch):
+    monkeypatch.setattr(_host_schedule, "_THREAD_WORK", 0)
+    monkeypatch.setattr(_host_schedule, "_processors", lambda: 2)
+    names = set()
+
+    def progress(done, total):
+        names.add(threading.current_thread().name)
+
+    with threadpoolctl.threadpool_limits(1, user_api="blas"):
+        attend(*qkv(41, 64, 20, 8), progress=progress)
+    assert names == {threading.current_thread().name}
+
+
+def test_progress_counts_up_to_its_total(monkeypatch):
+    calls, inside = [], threading.Lock()
+
+    def progress(done, total):
+        assert inside.acquire(blocking=False), "two calls overlap"
+        calls.append((done, total))
+        inside.release()
+
+    with tiling(monkeypatch, threads=4):
+        attend(*qkv(42, 2, 100, 8), progress=progress)
+    total = calls[0][1]
+    assert total > 10
+    assert calls == [(done, total) for done in range(1, total + 1)]
+
+
+def test_a_failure_in_progress_ends_the_call(monkeypatch):
+    calls, before = [], blas_threads()
+
+    def progress(done, total):
+        calls.append((done, total))
+        if done == 1:
+            raise KeyboardInterrupt
+
+    with tiling(monkeypatch, threads=3), pytest.raises(KeyboardInterrupt):
+        attend(*qkv(43, 2, 400, 8), progress=progress)
+    assert len(calls) < calls[0][1] / 2
+    assert blas_threads() == before
+
+
+def test_an_interrupt_while_threads_start_ends_the_call_and_leaves_none(monkeypatch):
+    before = threading.active_count()
+    start, started, done = threading.Thread.start, [], []
+
+    def interrupted(thread):
+        if len(started) == 2:
+            raise KeyboardInterrupt
+        started.append(thread)
+        start(thread)
+
+    with tiling(monkeypatch, threads=4), monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            attend(*qkv(44, 2, 4000, 8), progress=lambda *counts: done.append(counts))
+    assert threading.active_count() == before
+    assert len(done) < done[0][1]
+
+
+def test_an_interrupt_while_threads_end_leaves_none(monkeypatch):
+    finish, failures = threading.Event(), []
+    thread = threading.Thread(target=finish.wait)
+    join = thread.join
+
+    def interrupted():
+        if not finish.is_set():
+            finish.set()
+            raise KeyboardInterrupt
+        join()
+
+    monkeypatch.setattr(thread, "join", interrupted)
+    thread.start()
+    _host_schedule._join([thread], failures)
+    assert not thread.is_alive()
+    assert [type(failure) for failure in failures] == [KeyboardInterrupt]
+
+
+def test_does_with_fewer_threads_where_the_system_gives_no_more(monkeypatch):
+    arrays = qkv(45, 2, 200, 8)
+    expected = attend(*arrays)
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_host_schedule, "_THREAD_WORK", 0)
+        patch.setattr(threading.Thread, "start", start)
+        assert_same_bits(attend(*arrays), expected)
+
+
+def test_out_may_be_a_matrix():
+    q, k, v = (x[0] for x in qkv(46, 1, 9, 4))
+    buffer = poison(np.empty_like(q))
+    with pytest.warns(PendingDeprecationWarning):
+        matrix = np.matrix(buffer, copy=False)
+    o, _ = attend(q, k, v, out=matrix)
+    assert o is matrix
+    np.testing.assert_array_equal(buffer, attend(q, k, v)[0])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "softmax_scale", "q_size", "k_size"),
+    [
+        ("float32", 1e38, 1e3, 1e-40),
+        ("float32", 3e38, 1e-19, 1e-19),
+        ("float64", 1.7e308, 1, 1e-308),
+    ],
+)
+def test_a_scale_under_which_q_alone_would_overflow(dtype, softmax_scale, q_size, k_size):
+    q, k, v = (normal((47, n), 1, 20, 8, dtype=dtype) for n in range(3))
+    q, k = q * q.dtype.type(q_size), k * k.dtype.type(k_size)
+    k[0, 3] = 0
+    problem = Problem(q, k, v, {"softmax_scale": softmax_scale})
+    assert_attention_close(attend(q, k, v, **problem.kwargs), problem)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: MIT
+"""The wheel, an editable install and a bare checkout work alike; importing has no side effects."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import site
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+
+import cupyflash
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = sorted(
+    path.relative_to(ROOT / "kernels").as_posix()
+    for path in (ROOT / "kernels").rglob("*.cu*")
+    if path.suffix in (".cu", ".cuh")
+)
+
+# Calls attention and says where things were found, as one line of JSON.
+USE = """
+import json, sys
+import numpy as np
+import cupyflash
+from cupyflash import _compile
+q = np.eye(4, 8, dtype=np.float32)
+o = cupyflash.attention(q, q, np.ones((4, 3), np.float32))
+print(json.dumps({
+    "package": cupyflash.__file__,
+    "kernels": str(_compile.kernels_folder()),
+    "sources": sorted(_compile.kernel_sources()),
+    "shape": o.shape,
+    "ones": bool(np.allclose(o, 1)),
+    "torch": "torch" in sys.modules,
+    "cupy": "cupy" in sys.modules,
+}))
+"""
+
+
+def run(python, code, cwd, **environment):
+    """Run code in an interpreter of its own, without this process's PYTHONPATH."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment
+    result = subprocess.run(
+        [python, "-W", "error", "-c", code],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def pip(python, *arguments):
+    command = [python, "-m", "pip", *arguments, "--no-deps", "--no-build-isolation", "--no-index"]
+    quiet = ["--quiet", "--disable-pip-version-check"]
+    result = subprocess.run([*command, *quiet], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def sources_copy(tmp_path):
+    """What a build reads, where it may leave its files behind."""
+    import shutil
+
+    copy = tmp_path / "checkout"
+    ignore = shutil.ignore_patterns("__pycache__", ".ruff_cache")
+    for folder in ("cupyflash", "kernels"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=ignore)
+    for file in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, copy / file)
+    return copy
+
+
+@pytest.fixture
+def empty_environment(tmp_path):
+    """An interpreter that sees this one's dependencies, but no cupyflash."""
+    folder = tmp_path / "environment"
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    purelib = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
+    # Plain entries of a .pth file add packages without running the .pth files there, which an
+    # editable install of this project has put beside them.
+    paths = dict.fromkeys([*site.getsitepackages(), sysconfig.get_path("platlib")])
+    if site.ENABLE_USER_SITE:
+        paths[site.getusersitepackages()] = None
+    Path(purelib, "dependencies.pth").write_text("\n".join(paths) + "\n")
+    return str(python), Path(purelib)
+
+
+def check_use(answer, package, kernels):
+    answer = json.loads(answer)
+    assert Path(answer["package"]).parent == package
+    assert Path(answer["kernels"]) == kernels
+    assert answer["sources"] == KERNELS
+    assert answer["shape"] == [4, 3]
+    assert answer["ones"]
+    assert not answer["torch"]
+    assert not answer["cupy"]
+
+
+def test_wheel(tmp_path, empty_environment):
+    python, purelib = empty_environment
+    (empty := tmp_path / "empty").mkdir()
+    pip(sys.executable, "wheel", str(sources_copy(tmp_path)), "--wheel-dir", str(tmp_path))
+    (wheel,) = tmp_path.glob("cupyflash-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        installed = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (metadata,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        required = re.findall(r"^Requires-Dist: ([^;\n]+)$", archive.read(metadata).decode(), re.M)
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "cupyflash").glob("*.py")}
+    data = {f"cupyflash/kernels/{name}" for name in KERNELS}
+    assert installed == modules | data | {"cupyflash/py.typed"}
+    assert sorted(required) == ["ml_dtypes", "numpy", "threadpoolctl"]
+
+    pip(sys.executable, "--python", python, "install", str(wheel))
+    package = purelib / "cupyflash"
+    check_use(run(python, USE, empty), package, package / "kernels")
+
+
+def test_editable_install(tmp_path, empty_environment):
+    python, _ = empty_environment
+    (empty := tmp_path / "empty").mkdir()
+    checkout = sources_copy(tmp_path)
+    pip(sys.executable, "--python", python, "install", "--editable", str(checkout))
+    check_use(run(python, USE, empty), checkout / "cupyflash", checkout / "kernels")
+
+
+def test_bare_checkout(tmp_path, empty_environment):
+    python, _ = empty_environment
+    (empty := tmp_path / "empty").mkdir()
+    answer = run(python, USE, empty, PYTHONPATH=str(ROOT))
+    check_use(answer, ROOT / "cupyflash", ROOT / "kernels")
+
+
+def test_import_has_no_side_effects(tmp_path):
+    """Nothing is compiled or written, and nothing of a GPU or of torch is imported."""
+    code = """
+import os, sys
+
+def refuse(event, arguments):
+    if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):
+        raise SystemExit(f"wrote {arguments[0]}")
+    if event in ("os.mkdir", "os.rename", "os.remove", "subprocess.Popen", "socket.connect"):
+        raise SystemExit(f"{event} {arguments}")
+
+sys.addaudithook(refuse)
+import cupyflash
+for name in cupyflash.__all__:
+    getattr(cupyflash, name)
+print(sorted({"cupy", "cuda", "torch", "hypothesis", "pytest"} & set(sys.modules)))
+"""
+    environment = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    answer = run(sys.executable, code, tmp_path, HOME="/dev/null", **environment)
+    assert answer.strip() == "[]"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_import_without_a_home_folder(tmp_path):
+    code = "import os; del os.environ['HOME']; import cupyflash; print(cupyflash.__version__)"
+    answer = run(sys.executable, code, tmp_path, PYTHONPATH=str(ROOT))
+    assert answer.strip() == cupyflash.__version__
+
+
+def test_star_import_gives_what_all_lists():
+    names = {}
+    exec("from cupyflash import *", names)
+    assert set(cupyflash.__all__) == set(names) - {"__builtins__"}
+    assert sorted(cupyflash.__all__) == list(cupyflash.__all__)
+
+
+def test_supported_python_versions_agree():
+    metadata = ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    listed = re.findall(r"Python :: (3\.\d+)", metadata["metadata"]["classifiers"])
+    assert metadata["options"]["python_requires"] == f">={listed[0]}"
+    for version in (listed[0], listed[-1]):
+        assert f"({version.replace('.', ', ')})" in (ROOT / "Makefile").read_text()
