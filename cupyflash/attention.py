@@ -82,7 +82,8 @@ def attention(
         input.
     kernel : str or Algorithm1, optional
         "host" for numpy arrays; "fa1_forward", or an :class:`Algorithm1` with its settings, for
-        arrays on a GPU. By default the plan chooses (:func:`plan` explains its choice).
+        arrays on a GPU, or "forward_sm80" or "forward_sm90", which no plan chooses yet. By default
+        the plan chooses (:func:`plan` explains its choice).
 
     Returns
     -------

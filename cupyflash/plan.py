@@ -14,6 +14,9 @@ from cupyflash.devices import Device
 from cupyflash.tiling import Tiling
 
 KERNELS = ("host", "fa1_forward", _sm80.KERNEL, _sm90.KERNEL)
+# What a plan chooses by itself. The other kernels are asked for by name until their present text
+# has passed all tests on a GPU.
+AUTOMATIC = ("host", "fa1_forward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +266,7 @@ def _cached_plan(
         raise ValueError(
             f"{function}: kernel 'host' takes numpy arrays; leave kernel=None for arrays on a GPU"
         )
-    if kernel is None or name == _sm90.KERNEL:
+    if name == _sm90.KERNEL or (kernel is None and _sm90.KERNEL in AUTOMATIC):
         refusal = _sm90.refusal(problem, device, tma)
         if refusal is None and (chosen := _plan_sm90(problem, device, asked=name is not None)):
             return chosen
@@ -271,7 +274,7 @@ def _cached_plan(
             raise ValueError(
                 f"{function}: kernel {name!r} {refusal}; leave kernel=None to let the plan choose"
             )
-    if kernel is None or name == _sm80.KERNEL:
+    if name == _sm80.KERNEL or (kernel is None and _sm80.KERNEL in AUTOMATIC):
         refusal = _sm80.refusal(problem, device)
         if refusal is None:
             return _plan_sm80(problem, device)
@@ -335,7 +338,7 @@ def _plan_fa1(
             f"memory that a thread block of {device.name} has"
         )
     heads = problem.batch * problem.heads_q
-    chunks = settings.chunks or _chunks(heads, tiles.Tr, device, tiles.smem_bytes)
+    chunks = min(settings.chunks or 0, max(tiles.Tr, 1)) or _chunks(heads, tiles.Tr, device, tiles.smem_bytes)
     return Plan(
         kernel="fa1_forward",
         problem=problem,

@@ -77,18 +77,21 @@ def test_works_that_see_nothing_between_others(blocks):
 def test_what_is_left_to_other_kernels():
     device = devices.named_device("H200")
 
-    def chosen(**sizes):
+    def asked(**sizes):
         sizes = {"seqlen_q": 4096, "head_dim": 128, "heads_q": 16, "device": device} | sizes
-        return plan(**sizes).kernel
+        return plan(**sizes, kernel="forward_sm90").kernel
 
-    assert chosen() == chosen(causal=True, window=(9, 9), seqlens=True) == "forward_sm90"
-    assert chosen(dtype="float32") != "forward_sm90"
-    assert chosen(softcap=5.0) != "forward_sm90"
-    assert chosen(head_dim=100) != "forward_sm90"  # rows of 200 bytes
-    assert chosen(device="A100") != "forward_sm90"
-    assert chosen(seqlen_q=1, seqlen_k=8192) != "forward_sm90"
+    assert asked() == asked(causal=True, window=(9, 9), seqlens=True) == "forward_sm90"
+    for declined in (
+        {"dtype": "float32"},
+        {"softcap": 5.0},
+        {"head_dim": 100},  # rows of 200 bytes
+        {"device": "A100"},
+    ):
+        with pytest.raises(ValueError, match="'forward_sm90' .*leave kernel=None"):
+            asked(**declined)
     with pytest.raises(ValueError, match=r"'forward_sm90' takes no softcap.*leave kernel=None"):
-        chosen(softcap=5.0, kernel="forward_sm90")
+        asked(softcap=5.0)
 
 
 @pytest.mark.parametrize("tiles", _sm90.TABLE, ids=lambda t: f"{t.head_dim}-{t.head_dim_v}-{t.Bc}")
