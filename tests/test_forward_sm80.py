@@ -194,7 +194,13 @@ def test_refusals(device, sizes, message):
 
 
 def test_the_plan_splits_the_keys_only_where_blocks_are_few():
-    sizes = {"head_dim": 128, "dtype": "bfloat16", "device": "A100", "seqlen_k": 32768}
+    sizes = {
+        "head_dim": 128,
+        "dtype": "bfloat16",
+        "device": "A100",
+        "seqlen_k": 32768,
+        "kernel": "forward_sm80",
+    }
     few = plan(seqlen_q=1, heads_q=8, heads_k=8, **sizes)
     assert few.parts.splits > 8
     assert "merged by combine" in str(few)
