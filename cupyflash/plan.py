@@ -338,7 +338,9 @@ def _plan_fa1(
             f"memory that a thread block of {device.name} has"
         )
     heads = problem.batch * problem.heads_q
-    chunks = min(settings.chunks or 0, max(tiles.Tr, 1)) or _chunks(heads, tiles.Tr, device, tiles.smem_bytes)
+    chunks = min(settings.chunks or 0, max(tiles.Tr, 1)) or _chunks(
+        heads, tiles.Tr, device, tiles.smem_bytes
+    )
     return Plan(
         kernel="fa1_forward",
         problem=problem,

@@ -88,7 +88,7 @@ def test_what_is_left_to_other_kernels():
         {"head_dim": 100},  # rows of 200 bytes
         {"device": "A100"},
     ):
-        with pytest.raises(ValueError, match="'forward_sm90' .*leave kernel=None"):
+        with pytest.raises(ValueError, match=r"'forward_sm90' .*leave kernel=None"):
             asked(**declined)
     with pytest.raises(ValueError, match=r"'forward_sm90' takes no softcap.*leave kernel=None"):
         asked(softcap=5.0)
