@@ -159,14 +159,14 @@ def test_arrays_of_other_libraries_are_taken_without_a_copy(cupy, wrapper, kerne
     q, k, v = on_gpu(cupy, 18, 2, 100, 64)
     k = k[:, ::2]
     v = v[:, 1::2]
-    mask = cupy.asarray(normal(19, 100, 50) > -1)
+    seqlens_k = cupy.asarray(37)
     wrapped = [wrapper(x) for x in (q, k, v)]
     taken = [_arrays.adopt("attention", "x", x) for x in wrapped]
     assert [x.data.ptr for x in taken] == [x.data.ptr for x in (q, k, v)]
     assert [x.strides for x in taken] == [x.strides for x in (q, k, v)]
-    o = attention(*wrapped, mask=wrapper(mask), kernel=kernel)
+    o = attention(*wrapped, seqlens_k=wrapper(seqlens_k), kernel=kernel)
     assert isinstance(o, cupy.ndarray)
-    assert (o == attention(q, k, v, mask=mask, kernel=kernel)).all()
+    assert (o == attention(q, k, v, seqlens_k=seqlens_k, kernel=kernel)).all()
 
 
 def test_bfloat16_through_dlpack(cupy):
