@@ -110,9 +110,23 @@ class _Addresses:
         }
 
 
+def _bounds(array: Any) -> tuple[int, int]:
+    """Addresses of the first byte of a non-empty array and of the one behind its last."""
+    first = end = address(array)
+    for stride, n in zip(array.strides, array.shape, strict=True):
+        if stride < 0:
+            first += stride * (n - 1)
+        else:
+            end += stride * (n - 1)
+    return first, end + array.dtype.itemsize
+
+
 def overlap(a: Any, b: Any) -> bool:
     """Whether two arrays share an element; True where finding out would take too long."""
     if a.size == 0 or b.size == 0:
+        return False
+    (a_first, a_end), (b_first, b_end) = _bounds(a), _bounds(b)
+    if a_end <= b_first or b_end <= a_first:
         return False
     a, b = np.asarray(_Addresses(a)), np.asarray(_Addresses(b))
     try:

@@ -203,11 +203,7 @@ def load_build(built: Build, device_id: int) -> Any:
 
 
 def clear_cache() -> None:
-    """Forget all built kernels, in this process and in the cache folder.
-
-    The folder is ``CUPYFLASH_CACHE_DIR``, else ``cupyflash`` in the user's cache folder; only
-    files that cupyflash wrote there are deleted. The next call of a kernel builds it anew.
-    """
+    """Forget all built kernels, in this process and in the cache folder."""
     with _load_lock, _memory_lock:
         _loaded.clear()
         _memory.clear()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""From a plan and arrays to launch records, and from a record to a launch on the GPU.
+"""From a plan and arrays to launch records.
 
-A record says everything of one launch and needs no CUDA: the GPU path puts device addresses into
-it and launches, a host harness interprets it over numpy arrays.
+A record says everything of one launch and needs no CUDA: ``_call`` puts device addresses into it
+and launches, a host harness interprets it over numpy arrays.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupyflash import _arrays, _params, _sm80, _sm90, _tensormap
+from cupyflash import _params, _sm80, _sm90
 from cupyflash._params import Pointer
 from cupyflash._tensormap import TensorMap
 
@@ -43,35 +43,6 @@ class LaunchRecord:
     params: bytes
     pointers: tuple[Pointer, ...]
     tensor_maps: tuple[TensorMap, ...] = ()
-
-
-def run(plan: Plan, problem: AttentionProblem, out: Any, return_lse: bool) -> tuple[Any, Any]:
-    """Launch on the current stream of the arrays' device; returns (o, lse or None), unfinished.
-
-    The workspace is given back to CuPy's pool at once: the pool hands it out again to work of the
-    same stream only, which runs after this launch.
-    """
-    from cupyflash import _compile
-
-    cupy = _arrays.import_cupy()
-    with cupy.cuda.Device(problem.device):
-        o, lse, launches = prepare(plan, problem, out, return_lse, cupy)
-        for record in launches:
-            function = _compile.load(
-                record.kernel, record.options, problem.device, record.smem_bytes
-            )
-            params = bytearray(record.params)
-            for pointer in record.pointers:
-                address = _arrays.address(pointer.array) + pointer.byte_offset
-                params[pointer.offset : pointer.offset + 8] = address.to_bytes(8, "little")
-            for tensor_map in record.tensor_maps:
-                pointer = tensor_map.pointer
-                address = _arrays.address(pointer.array) + pointer.byte_offset
-                encoded = _tensormap.encode(tensor_map, address)
-                params[pointer.offset : pointer.offset + len(encoded)] = encoded
-            argument = np.frombuffer(params, dtype=f"V{len(params)}")
-            function(record.grid, record.block, (argument,), shared_mem=record.smem_bytes)
-    return o, lse
 
 
 def prepare(
@@ -101,7 +72,7 @@ def _fa1_records(
     rows = (problem.heads_q, problem.seqlen_q)
     for sizes, views in launch_batches(problem, o, lse):
         batch = math.prod(sizes)
-        stats = xp.empty((2, batch, *rows), problem.acc_dtype)
+        l, m = (xp.empty((batch, *rows), problem.acc_dtype) for _ in range(2))
         O = views["o.data"]
         if problem.dtype != problem.acc_dtype:
             O = xp.empty((batch, *rows, problem.head_dim_v), problem.acc_dtype)
@@ -109,7 +80,7 @@ def _fa1_records(
         params, pointers = _params.pack(
             _params.FA1_FIELDS,
             {f"problem.{name}": value for name, value in fields.items()}
-            | {"O": O, "l": stats[0], "m": stats[1]}
+            | {"O": O, "l": l, "m": m}
             | {"Br": tiling.Br, "Bc": tiling.Bc, "chunks": plan.chunks},
         )
         blocks = batch * problem.heads_q * plan.chunks

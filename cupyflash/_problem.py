@@ -17,6 +17,8 @@ from cupyflash import _arrays
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = tuple(map(np.dtype, ("float16", bfloat16, "float32", "float64")))
+# The arguments that are arrays, in the order of the public signature.
+ARRAYS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "seqlens_k")
 _DTYPE_NAMES = "float16, bfloat16, float32 or float64"
 
 
@@ -104,8 +106,7 @@ class AttentionProblem:
 
     def without_arrays(self) -> AttentionProblem:
         """The same problem as a question: equal, hashable, and keeping no array alive."""
-        nothing = dict.fromkeys(("q", "k", "v", "bias", "mask", "alibi_slopes", "seqlens_k"))
-        return dataclasses.replace(self, **nothing)
+        return dataclasses.replace(self, **dict.fromkeys(ARRAYS))
 
 
 def from_arrays(
@@ -328,8 +329,18 @@ def check_out(function: str, problem: AttentionProblem, out: Any) -> None:
         raise ValueError(
             f"{function}: out overlaps itself (strides {out.strides}); expected distinct elements"
         )
-    for name in ("q", "k", "v", "bias", "mask", "alibi_slopes", "seqlens_k"):
-        array = getattr(problem, name)
+    check_separate(function, out, [getattr(problem, name) for name in ARRAYS])
+
+
+def check_separate(function: str, out: Any, arrays: Sequence[Any]) -> None:
+    """Refuse an ``out`` that shares memory with one of ``arrays``, which are those of ``ARRAYS``.
+
+    Raises
+    ------
+    ValueError
+        If it does.
+    """
+    for name, array in zip(ARRAYS, arrays, strict=True):
         if array is not None and _arrays.overlap(out, array):
             raise ValueError(f"{function}: out shares memory with {name}; expected separate memory")
 

@@ -2,16 +2,13 @@
 """Tensor maps: what the tensor memory accelerator of sm_90 and newer knows of an array.
 
 A :class:`TensorMap` is geometry and needs no CUDA; a host harness interprets it as it is.
-:func:`encode` makes the driver's 128 bytes of it: those of one geometry are kept, and only the
-address in them is replaced.
+:func:`encode` makes the driver's 128 bytes of it, in which the address can be replaced.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
-import threading
 from typing import Any
 
 from cupyflash._params import Pointer
@@ -38,11 +35,6 @@ class TensorMap:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int
-
-    @property
-    def geometry(self) -> tuple[Any, ...]:
-        """All that the driver's bytes depend on, but the address."""
-        return self.dtype, self.sizes, self.strides, self.box, self.swizzle
 
 
 def takes(array: Any, address: int) -> bool:
@@ -72,8 +64,8 @@ def takes(array: Any, address: int) -> bool:
     )
 
 
-def encode(tensor_map: TensorMap, address: int) -> bytes:
-    """The driver's descriptor of ``tensor_map`` for the array at ``address``.
+def encode(tensor_map: TensorMap, address: int) -> Any:
+    """The driver's ``CUtensorMap`` of ``tensor_map`` for the array at ``address``.
 
     Raises
     ------
@@ -82,44 +74,44 @@ def encode(tensor_map: TensorMap, address: int) -> bytes:
     RuntimeError
         If the driver refuses.
     """
-    driver = _driver()
-    with _lock:
-        encoded = _encoded(tensor_map.geometry)
-        _check(driver.cuTensorMapReplaceAddress(encoded, address), tensor_map)
-        return ctypes.string_at(int(encoded.getPtr()), BYTES)
-
-
-_lock = threading.Lock()  # maps that are kept are changed in place
-
-
-@functools.lru_cache(maxsize=1024)
-def _encoded(geometry: tuple[Any, ...]) -> Any:
-    driver = _driver()
-    dtype, sizes, strides, box, swizzle = geometry
+    driver = cuda_driver()
     types = driver.CUtensorMapDataType
     element = {
         "float16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         "bfloat16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-    }[dtype]
+    }[tensor_map.dtype]
     status, encoded = driver.cuTensorMapEncodeTiled(
         element,
         RANK,
-        _ALIGNMENT,  # any address that is aligned; the true one follows
-        [driver.cuuint64_t(size) for size in sizes],
-        [driver.cuuint64_t(stride) for stride in strides],
-        [driver.cuuint32_t(n) for n in box],
+        address,
+        [driver.cuuint64_t(size) for size in tensor_map.sizes],
+        [driver.cuuint64_t(stride) for stride in tensor_map.strides],
+        [driver.cuuint32_t(n) for n in tensor_map.box],
         [driver.cuuint32_t(1)] * RANK,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}B"),
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{tensor_map.swizzle}B"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    _check((status,), geometry)
+    _check(status, tensor_map)
     return encoded
 
 
+def replace_address(encoded: Any, address: int) -> None:
+    """Let a ``CUtensorMap`` describe the like array at another address."""
+    (status,) = cuda_driver().cuTensorMapReplaceAddress(encoded, address)
+    _check(status, address)
+
+
 @functools.cache
-def _driver() -> Any:
+def cuda_driver() -> Any:
+    """cuda-bindings' module of the driver API.
+
+    Raises
+    ------
+    ImportError
+        If it is missing.
+    """
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -130,6 +122,6 @@ def _driver() -> Any:
     return driver
 
 
-def _check(result: tuple[Any, ...], what: Any) -> None:
-    if int(result[0]):
-        raise RuntimeError(f"cupyflash: the driver refuses a tensor map ({result[0].name}): {what}")
+def _check(status: Any, what: Any) -> None:
+    if status:
+        raise RuntimeError(f"cupyflash: the driver refuses a tensor map ({status.name}): {what}")

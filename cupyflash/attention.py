@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cupyflash import _problem, host
+import numpy as np
+
+from cupyflash import _call, _problem, host
 from cupyflash.plan import Algorithm1, make_plan
 
 
@@ -81,9 +83,9 @@ def attention(
         Where to write the output: its shape and dtype, any strides, no memory shared with an
         input.
     kernel : str or Algorithm1, optional
-        "host" for numpy arrays; "fa1_forward", or an :class:`Algorithm1` with its settings, for
-        arrays on a GPU, or "forward_sm80" or "forward_sm90", which no plan chooses yet. By default
-        the plan chooses (:func:`plan` explains its choice).
+        "host" for numpy arrays; "forward_sm90", "forward_sm80" or "fa1_forward", or an
+        :class:`Algorithm1` with settings of the last, for arrays on a GPU. By default the plan
+        chooses (:func:`plan` explains its choice).
 
     Returns
     -------
@@ -116,6 +118,15 @@ def attention(
     >>> o.shape, lse.shape, bool(np.allclose(o[:, 0], v[:, 0]))
     ((8, 100, 64), (8, 100), True)
     """
+    arrays = (q, k, v, bias, mask, alibi_slopes, seqlens_k)
+    key = _call.signature(arrays, out, window, kernel, causal, softmax_scale, softcap, return_lse)
+    if key is not None and (call := _call.find(key)) is not None:
+        o, lse = call(arrays, out)
+        return (o, lse) if return_lse else o
+    if not isinstance(return_lse, (bool, np.bool_)):
+        raise TypeError(
+            f"attention: return_lse is a {type(return_lse).__name__}; expected True or False"
+        )
     problem = _problem.from_arrays(
         "attention",
         q,
@@ -136,7 +147,5 @@ def attention(
     if plan.kernel == "host":
         o, lse = host.run(problem, out)
     else:
-        from cupyflash import _launch
-
-        o, lse = _launch.run(plan, problem, out, return_lse)
+        o, lse = _call.run(plan, problem, arrays, out, bool(return_lse), key)
     return (o, lse) if return_lse else o

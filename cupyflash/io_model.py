@@ -121,20 +121,56 @@ def algorithm1(
     return Traffic(reads, writes, _itemsizes(problem))
 
 
-def q_outer(problem: AttentionProblem, Br: int, Bc: int, return_lse: bool = False) -> Traffic:
-    """The order of FlashAttention-2: Q outer, O in registers, K and V read once a query block."""
-    blocks = _QueryBlocks(problem, Br, Bc)
+def q_outer(
+    problem: AttentionProblem,
+    Br: int,
+    Bc: int,
+    return_lse: bool = False,
+    *,
+    pack: int = 1,
+    splits: int = 1,
+    slices: int = 1,
+) -> Traffic:
+    """The order of FlashAttention-2: Q outer, O in registers, K and V read once a query block.
+
+    What is found in the L2 cache is counted as if it came from HBM, so this is an upper bound.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+        Sizes and options.
+    Br, Bc : int
+        Rows of a tile of queries (``pack`` heads of ``Br / pack`` queries each) and of keys.
+    return_lse : bool
+        Count lse too.
+    pack : int
+        Query heads of a group that share a tile, and so one reading of K and V.
+    splits : int
+        Parts of the keys; each writes its O and lse in the accumulation dtype, to be merged.
+    slices : int
+        Parts of head_dim_v, each of which reads Q and K.
+
+    Returns
+    -------
+    Traffic
+    """
+    blocks = _QueryBlocks(problem, max(1, Br // pack), Bc)
     heads = problem.batch * problem.heads_q
-    key_loads = int(blocks.keys_visited().sum())
+    key_loads = heads // pack * int(blocks.keys_visited().sum())
     scores = int((blocks.rows * blocks.keys_visited()).sum())
+    rows = heads * problem.seqlen_q
     reads = {
-        "Q": heads * problem.seqlen_q * problem.head_dim,
-        "K": heads * key_loads * problem.head_dim,
-        "V": heads * key_loads * problem.head_dim_v,
-    } | _modifier_reads(problem, heads * scores)
-    writes = {"out": heads * problem.seqlen_q * problem.head_dim_v}
+        "Q": rows * problem.head_dim * slices * splits,
+        "K": key_loads * problem.head_dim * slices,
+        "V": key_loads * problem.head_dim_v,
+    } | _modifier_reads(problem, heads * scores * slices)
+    writes = {"out": rows * problem.head_dim_v}
+    if splits > 1:
+        partial = {"O": rows * problem.head_dim_v * splits, "l": rows * splits}
+        reads |= partial
+        writes |= partial
     if return_lse:
-        writes["lse"] = heads * problem.seqlen_q
+        writes["lse"] = rows
     return Traffic(reads, writes, _itemsizes(problem))
 
 

@@ -14,9 +14,6 @@ from cupyflash.devices import Device
 from cupyflash.tiling import Tiling
 
 KERNELS = ("host", "fa1_forward", _sm80.KERNEL, _sm90.KERNEL)
-# What a plan chooses by itself. The other kernels are asked for by name until their present text
-# has passed all tests on a GPU.
-AUTOMATIC = ("host", "fa1_forward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +80,13 @@ class Plan:
 
     @property
     def blocks(self) -> int:
-        """Pieces of work: one thread block each, unless the grid is at its limit."""
-        return self.problem.batch * self.problem.heads_q * self.chunks
+        """Pieces of work: one thread block each, unless the grid is at its limit or persistent."""
+        heads = self.problem.batch * self.problem.heads_q
+        if self.parts is not None:
+            return heads // self.parts.pack * self.parts.blocks_a_head
+        if self.tiles is not None:
+            return heads * tiling.ceil_div(self.problem.seqlen_q, self.tiles.Br)
+        return heads * self.chunks
 
     @functools.cached_property
     def flops(self) -> int:
@@ -99,18 +101,32 @@ class Plan:
 
     @functools.cached_property
     def traffic(self) -> io_model.Traffic | None:
-        """HBM traffic of the kernel, array by array; None for the host."""
-        if self.tiling is None:
+        """HBM traffic of the kernel, array by array; None for the host.
+
+        Exact for ``fa1_forward``; for the others an upper bound, since the L2 cache serves much of
+        what their thread blocks read of K and V.
+        """
+        if self.tiling is not None:
+            return io_model.algorithm1(self.problem, self.tiling.Br, self.tiling.Bc, self.chunks)
+        if self.tiles is None:
             return None
-        return io_model.algorithm1(self.problem, self.tiling.Br, self.tiling.Bc, self.chunks)
+        parts = self.parts
+        division = (
+            {}
+            if parts is None
+            else {"pack": parts.pack, "splits": parts.splits, "slices": parts.slices}
+        )
+        return io_model.q_outer(self.problem, self.tiles.Br, self.tiles.Bc, **division)
 
     @property
     def hbm_bytes(self) -> int | None:
-        """Bytes that the kernel reads from and writes to HBM; None for the host."""
+        """Bytes that the kernel reads from and writes to HBM, by ``traffic``; None for the host."""
         return None if self.traffic is None else self.traffic.bytes
 
     def __str__(self) -> str:
-        return "\n".join(_table(self))
+        from cupyflash._plan_table import table
+
+        return "\n".join(table(self))
 
 
 def plan(
@@ -266,7 +282,7 @@ def _cached_plan(
         raise ValueError(
             f"{function}: kernel 'host' takes numpy arrays; leave kernel=None for arrays on a GPU"
         )
-    if name == _sm90.KERNEL or (kernel is None and _sm90.KERNEL in AUTOMATIC):
+    if name == _sm90.KERNEL or kernel is None:
         refusal = _sm90.refusal(problem, device, tma)
         if refusal is None and (chosen := _plan_sm90(problem, device, asked=name is not None)):
             return chosen
@@ -274,7 +290,7 @@ def _cached_plan(
             raise ValueError(
                 f"{function}: kernel {name!r} {refusal}; leave kernel=None to let the plan choose"
             )
-    if name == _sm80.KERNEL or (kernel is None and _sm80.KERNEL in AUTOMATIC):
+    if name == _sm80.KERNEL or kernel is None:
         refusal = _sm80.refusal(problem, device)
         if refusal is None:
             return _plan_sm80(problem, device)
@@ -359,7 +375,7 @@ def _chunks(heads: int, Tr: int, device: Device, smem_bytes: int) -> int:
 
     More chunks than that would only load K and V more often.
     """
-    slots = device.multiprocessors * _resident(device, smem_bytes)
+    slots = device.multiprocessors * resident(device, smem_bytes)
     if heads == 0 or Tr <= 1:
         return 1
     most = min(Tr, max(1, 8 * slots // heads))
@@ -370,163 +386,6 @@ def _chunks(heads: int, Tr: int, device: Device, smem_bytes: int) -> int:
     return min(range(1, most + 1), key=lambda chunks: (steps(chunks), chunks))
 
 
-def _resident(device: Device, smem_bytes: int) -> int:
+def resident(device: Device, smem_bytes: int) -> int:
     """Thread blocks of fa1_forward on one multiprocessor, at most one by its registers."""
     return max(1, device.resident_blocks(tiling.FA1_THREADS, 255, smem_bytes))
-
-
-def _table(p: Plan) -> list[str]:
-    problem = p.problem
-    rows: list[tuple[str, str]] = [
-        ("kernel", p.kernel),
-        (
-            "problem",
-            f"{problem.dtype.name}, batch {problem.batch}, heads {problem.heads_q}/"
-            f"{problem.heads_k}, seqlen {problem.seqlen_q} x {problem.seqlen_k}, head_dim "
-            f"{problem.head_dim}, head_dim_v {problem.head_dim_v}",
-        ),
-        ("options", ", ".join(_options(problem)) or "none"),
-        ("FLOPs", _count(p.flops)),
-    ]
-    score_bytes = (
-        problem.batch
-        * problem.heads_q
-        * problem.seqlen_q
-        * problem.seqlen_k
-        * problem.acc_dtype.itemsize
-    )
-    rows.append(("score matrix", f"{_bytes(score_bytes)}, never made"))
-    if p.device is None:
-        rows.append(("device", "cpu: numpy, tiled, products through BLAS"))
-        return _aligned(rows)
-    if p.tiles is not None:
-        if isinstance(p.tiles, _sm80.Tiles):
-            return _aligned(rows + _sm80_rows(p, p.tiles, p.device))
-        return _aligned(rows + _sm90_rows(p, p.tiles, p.device))
-    assert p.tiling is not None
-    t, device = p.tiling, p.device
-    acc = problem.acc_dtype.name
-    wanted = tiling.block_sizes(t.M, problem.head_dim, problem.head_dim_v)
-    traffic = p.traffic
-    assert traffic is not None
-    standard = io_model.standard_attention(problem)
-    estimate = io_model.notes_estimate(problem, t.M_used) if t.M_used else 0.0
-    capacity = device.multiprocessors * _resident(device, p.smem_bytes)
-    fill = min(p.blocks / capacity, 1.0)
-    rows += [
-        (
-            "device",
-            f"{device.name} ({device.architecture}), {device.multiprocessors} multiprocessors, "
-            f"{device.smem_block_bytes} bytes of shared memory a block",
-        ),
-        ("M", f"{t.M} {acc} elements: B_c = ceil(M/4d) = {wanted[1]}, B_r = {wanted[0]}"),
-        ("M used", f"{t.M_used}" + ("" if t.M_used == t.M else ", the largest that fits")),
-        ("B_r, B_c", f"{t.Br}, {t.Bc}"),
-        ("T_r, T_c", f"{t.Tr}, {t.Tc}"),
-        *(
-            (f"SRAM {name}" if n == 0 else f"     {name}", f"{elements} elements")
-            for n, (name, elements) in enumerate(t.terms)
-        ),
-        ("SRAM in all", f"{p.smem_bytes} of {device.smem_block_bytes} bytes"),
-        ("grid", f"{p.grid}: {p.chunks} chunks of T_r for each of the batch's heads"),
-        ("block", f"{p.block}"),
-        (
-            "blocks",
-            f"{p.blocks} for {capacity} places"
-            + ("" if fill == 1.0 else f": too few to fill the device, {fill:.0%} of it works"),
-        ),
-        (
-            "HBM, exact",
-            f"{_bytes(traffic.bytes)}: {_bytes(traffic.bytes_read)} read, "
-            f"{_bytes(traffic.bytes_written)} written",
-        ),
-        ("HBM, notes", f"16 N^2 d^2 / M = {_count(estimate)} elements"),
-        ("HBM, standard", f"{_bytes(standard.bytes)} with S and P in HBM"),
-    ]
-    return _aligned(rows)
-
-
-def _sm80_rows(p: Plan, tiles: _sm80.Tiles, device: Device) -> list[tuple[str, str]]:
-    problem, parts = p.problem, p.parts
-    assert parts is not None
-    Tr = tiling.ceil_div(problem.seqlen_q * parts.pack, tiles.Br)
-    heads = problem.batch * problem.heads_q // parts.pack
-    grid = f"{p.grid}: {Tr} blocks of queries of {heads} heads"
-    if parts.slices > 1:
-        grid += f", {parts.slices} slices of head_dim_v"
-    rows = [
-        (
-            "device",
-            f"{device.name} ({device.architecture}), {device.multiprocessors} multiprocessors",
-        ),
-        ("B_r, B_c", f"{tiles.Br}, {tiles.Bc}"),
-        ("T_r, T_c", f"{Tr}, {tiling.ceil_div(problem.seqlen_k, tiles.Bc)}"),
-        ("tiles hold", f"head_dim {tiles.head_dim}, head_dim_v {tiles.head_dim_v}"),
-        ("SRAM in all", f"{p.smem_bytes} of {device.smem_block_bytes} bytes"),
-        ("grid", grid),
-        ("block", f"{p.block}: {tiles.Br // tiles.warps} queries a warp"),
-        ("key splits", f"{parts.splits}" + (", merged by combine" if parts.splits > 1 else "")),
-        ("heads at a time", f"{parts.bunch} of {heads}, for the L2 cache"),
-    ]
-    if parts.pack > 1:
-        rows.append(("heads a tile", f"{parts.pack}, which share a key head"))
-    if problem.dtype.name == "float64" and device.compute_capability in _sm80.SLOW_FLOAT64:
-        rows.append(("note", f"{device.name} has no fast float64"))
-    return rows
-
-
-def _sm90_rows(p: Plan, tiles: _sm90.Tiles, device: Device) -> list[tuple[str, str]]:
-    problem = p.problem
-    Tr, Tc = (
-        tiling.ceil_div(problem.seqlen_q, tiles.Br),
-        tiling.ceil_div(problem.seqlen_k, tiles.Bc),
-    )
-    heads = problem.batch * problem.heads_q
-    return [
-        (
-            "device",
-            f"{device.name} ({device.architecture}), {device.multiprocessors} multiprocessors",
-        ),
-        ("B_r, B_c", f"{tiles.Br}, {tiles.Bc}"),
-        ("T_r, T_c", f"{Tr}, {Tc}"),
-        ("tiles hold", f"head_dim {tiles.head_dim}, head_dim_v {tiles.head_dim_v}"),
-        ("stages", f"{tiles.stages} tiles each of K and V"),
-        ("SRAM in all", f"{p.smem_bytes} of {device.smem_block_bytes} bytes"),
-        ("grid", f"{p.grid}: persistent, for {heads * Tr} blocks of queries"),
-        ("block", f"{p.block}: a producer warpgroup, and one for each 64 queries"),
-        ("heads at a time", f"{_sm90.bunch(problem, device)} of {heads}, for the L2 cache"),
-    ]
-
-
-def _options(problem: AttentionProblem) -> list[str]:
-    left, right = problem.window_left, problem.window_right
-    names = []
-    if right == 0:
-        names.append("causal" + (" (top left)" if problem.top_left else ""))
-    if left >= 0 or right > 0:
-        names.append(f"window ({left}, {right})")
-    if problem.softcap:
-        names.append(f"softcap {problem.softcap:g}")
-    if problem.bias_dtype is not None:
-        names.append(f"bias {problem.bias_dtype.name}")
-    for name in ("mask", "alibi", "seqlens"):
-        if getattr(problem, f"has_{name}"):
-            names.append(name)
-    return names
-
-
-def _aligned(rows: list[tuple[str, str]]) -> list[str]:
-    width = max(len(name) for name, _ in rows)
-    return [f"{name:<{width}}  {value}" for name, value in rows]
-
-
-def _count(n: float) -> str:
-    return f"{n:.4g}" if n < 1e4 else f"{n:.3e}"
-
-
-def _bytes(n: int) -> str:
-    """In powers of ten, as bandwidths are given; exact below a kilobyte."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n >= size:
-            return f"{n / size:.3f} {unit}"
-    return f"{n} bytes"

@@ -10,7 +10,7 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
-from cupyflash import _cache, _compile
+from cupyflash import _cache, _call, _compile
 
 # A first example may build a kernel, so no deadline; and machines of CI are slow.
 _slow_is_fine = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -49,6 +49,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.delenv("CUPYFLASH_CACHE_SIZE_MB", raising=False)
     monkeypatch.setattr(_compile, "_memory", {})
     monkeypatch.setattr(_compile, "_loaded", {})
+    monkeypatch.setattr(_call, "_calls", {})
     monkeypatch.setattr(_cache, "_warned", False)
     return folder
 

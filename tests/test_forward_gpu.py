@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from paths import KERNELS, normal, qkv
+from paths import KERNELS, qkv
 
 from cupyflash import Algorithm1, _arrays, attention
 from cupyflash.reference import attention_reference

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: MIT
+"""What is left of a call once its like has been made: put addresses into parameters, and launch.
+
+Validation, the plan and the launch records depend on the shapes, strides, dtypes and alignment of
+arrays and on the options, not on where the arrays lie. A :class:`Call` keeps what came of them; it
+is found again by :func:`signature`, which costs a few microseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from cupyflash import _arrays, _compile, _problem, _tensormap
+from cupyflash._tensormap import cuda_driver
+
+if TYPE_CHECKING:
+    from cupyflash._launch import LaunchRecord
+    from cupyflash._params import Pointer
+    from cupyflash._problem import AttentionProblem
+    from cupyflash.plan import Plan
+
+# What the addresses of a call are those of, in order; workspaces follow.
+_SOURCES = (*_problem.ARRAYS, "o", "lse")
+_CALLS = 4096  # that are kept; then all are forgotten
+_ALIGNMENT = 16  # bytes: the widest access, by which kernels choose how to read
+# Types of options whose equal values mean equal calls, and which are hashable. Types are part of
+# the signature: 1 == True, but only one of them is an option.
+_PLAIN = frozenset((type(None), bool, int, float, str))
+_PARAMS_ALIGNMENT = 64  # of tensor maps
+_WORD = 8  # bytes of every field of a parameter struct
+
+_calls: dict[Any, Call] = {}
+
+
+def signature(
+    arrays: Sequence[Any], out: Any, window: Any, kernel: Any, *options: Any
+) -> tuple[Any, ...] | None:
+    """All that decides how a call runs, but for addresses; None where a look at values is needed.
+
+    ``arrays`` are those of ``_problem.ARRAYS``, or None.
+    """
+    cupy = sys.modules.get("cupy")
+    if cupy is None:
+        return None
+    ndarray = cupy.ndarray
+    seen: list[Any] = [kernel, *options]
+    for option in options:
+        if type(option) not in _PLAIN:
+            return None
+        seen.append(type(option))
+    if window is not None:
+        if type(window) is not tuple or not all(type(side) in _PLAIN for side in window):
+            return None
+        seen += (window, *map(type, window))
+    for x in (*arrays, out):
+        if x is None:
+            seen.append(None)
+        elif type(x) is ndarray:
+            data = x.data
+            seen += (x.shape, x.strides, x.dtype, data.ptr % _ALIGNMENT, data.device_id)
+        else:
+            return None
+    return tuple(seen)
+
+
+def find(key: tuple[Any, ...]) -> Call | None:
+    """The call that was made with this signature."""
+    try:
+        return _calls.get(key)
+    except TypeError:  # an unhashable kernel=, to be refused by the plan
+        return None
+
+
+def run(
+    plan: Plan,
+    problem: AttentionProblem,
+    arrays: Sequence[Any],
+    out: Any,
+    return_lse: bool,
+    key: tuple[Any, ...] | None,
+) -> tuple[Any, Any]:
+    """Make a call for the first time, and keep it for the next of its signature."""
+    from cupyflash import _launch
+
+    cupy = _arrays.import_cupy()
+    with cupy.cuda.Device(problem.device):
+        o, lse, records = _launch.prepare(plan, problem, out, return_lse, cupy)
+        call = Call(problem, records, return_lse)
+        used = [getattr(problem, name) for name in _problem.ARRAYS]
+        call.launch(used, o, lse, [_arrays.address(p.array) for p in _workspaces(records)])
+    # An array that had to be converted has to be converted each time.
+    asked = [None if x is None else _arrays.address(x) for x in arrays] if key is not None else ()
+    if key is not None and asked == [None if x is None else _arrays.address(x) for x in used]:
+        if len(_calls) >= _CALLS:
+            _calls.clear()
+        _calls[key] = call
+    return o, lse
+
+
+def clear_cache() -> None:
+    """Forget all built kernels, in this process and in the cache folder.
+
+    The folder is ``CUPYFLASH_CACHE_DIR``, else ``cupyflash`` in the user's cache folder; only
+    files that cupyflash wrote there are deleted. The next call of a kernel builds it anew.
+    """
+    _calls.clear()
+    _compile.clear_cache()
+
+
+class Call:
+    """A call without its arrays. Threads may share it.
+
+    Work goes to the current stream of the device and is not waited for. Workspaces are given back
+    to CuPy's pool at once: the pool hands them out again to work of the same stream only, which
+    runs after these launches.
+    """
+
+    def __init__(
+        self, problem: AttentionProblem, records: Sequence[LaunchRecord], return_lse: bool
+    ) -> None:
+        self._device = problem.device
+        self._out_shape = problem.out_shape
+        self._dtype = problem.dtype
+        self._lse_shape = problem.out_shape[:-1] if return_lse else None
+        self._acc_dtype = problem.acc_dtype
+        self._lock = threading.Lock()  # parameters are changed in place
+        places = {name: place for place, name in enumerate(_SOURCES)}
+        for pointer in _argument_pointers(records):
+            places[id(pointer.array)] = places[pointer.name.split(".")[1]]
+        workspaces = _workspaces(records)
+        places |= {id(p.array): len(_SOURCES) + n for n, p in enumerate(workspaces)}
+        # (bytes, whether they must be 0), in the order of their places
+        self._workspaces = [(max(1, p.array.nbytes), p.name == "counter") for p in workspaces]
+        self._launches = [_Launch(record, places, problem.device) for record in records]
+
+    def __call__(self, arrays: Sequence[Any], out: Any) -> tuple[Any, Any]:
+        """Run on arrays of the same signature; returns (o, lse or None), unfinished."""
+        cupy = sys.modules["cupy"]
+        if cupy.cuda.runtime.getDevice() != self._device:
+            with cupy.cuda.Device(self._device):
+                return self(arrays, out)
+        if out is None:
+            o = cupy.ndarray(self._out_shape, self._dtype)
+        else:
+            o = out
+            _problem.check_separate("attention", out, arrays)
+        lse = None if self._lse_shape is None else cupy.ndarray(self._lse_shape, self._acc_dtype)
+        workspaces = []
+        for nbytes, zeroed in self._workspaces:
+            memory = cupy.cuda.alloc(nbytes)
+            if zeroed:
+                memory.memset_async(0, nbytes)
+            workspaces.append(memory)
+        self.launch(arrays, o, lse, [memory.ptr for memory in workspaces])
+        return o, lse
+
+    def launch(self, arrays: Sequence[Any], o: Any, lse: Any, workspaces: Sequence[int]) -> None:
+        """Launch on the current stream of the current device."""
+        cupy = sys.modules["cupy"]
+        stream = cupy.cuda.get_current_stream().ptr
+        addresses = [0 if x is None else x.data.ptr for x in (*arrays, o, lse)]
+        addresses += workspaces
+        with self._lock:
+            for launch in self._launches:
+                launch(addresses, stream)
+
+
+def _argument_pointers(records: Sequence[LaunchRecord]) -> list[Pointer]:
+    """The pointers to arguments and results."""
+    return [p for record in records for p in record.pointers if p.name.startswith("problem.")]
+
+
+def _workspaces(records: Sequence[LaunchRecord]) -> list[Pointer]:
+    """A pointer to each array that is neither argument nor result."""
+    known = {id(pointer.array) for pointer in _argument_pointers(records)}
+    found: dict[int, Pointer] = {}
+    for record in records:
+        for pointer in record.pointers:
+            if id(pointer.array) not in known:
+                found.setdefault(id(pointer.array), pointer)
+    return list(found.values())
+
+
+class _Launch:
+    """One launch: its parameters as the driver wants them, and where addresses go in them."""
+
+    def __init__(self, record: LaunchRecord, places: dict[Any, int], device: int) -> None:
+        driver = cuda_driver()
+        self._name = record.kernel
+        # Held, for the driver's handle is valid as long as it lives.
+        self._function = _compile.load(record.kernel, record.options, device, record.smem_bytes)
+        self._handle = driver.CUfunction(self._function.kernel.ptr)
+        size = len(record.params)
+        self._memory = ctypes.create_string_buffer(size + _PARAMS_ALIGNMENT)
+        start = ctypes.addressof(self._memory)
+        front = -start % _PARAMS_ALIGNMENT
+        self._params = start + front
+        ctypes.memmove(self._params, record.params, size)
+        words = memoryview(self._memory).cast("B")[front : front + size]
+        self._words = words.cast("Q")
+        self._argument = (ctypes.c_void_p * 1)(self._params)
+        self._arguments = ctypes.addressof(self._argument)
+        self._slots = [
+            (p.offset // _WORD, places[id(p.array)], p.byte_offset) for p in record.pointers
+        ]
+        self._maps = []
+        for tensor_map in record.tensor_maps:
+            p = tensor_map.pointer
+            address = _arrays.address(p.array) + p.byte_offset
+            encoded = _tensormap.encode(tensor_map, address)
+            ctypes.memmove(self._params + p.offset, int(encoded.getPtr()), _tensormap.BYTES)
+            self._maps.append([address, places[p.name], p.byte_offset, p.offset, encoded])
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = record.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = record.block
+        config.sharedMemBytes = record.smem_bytes
+        self._config = config
+        self._stream: int | None = None
+        self._launch = driver.cuLaunchKernelEx
+
+    def __call__(self, addresses: Sequence[int], stream: int) -> None:
+        words = self._words
+        for word, place, offset in self._slots:
+            words[word] = addresses[place] + offset
+        for known in self._maps:
+            address = addresses[known[1]] + known[2]
+            if address != known[0]:
+                _, _, _, offset, encoded = known
+                _tensormap.replace_address(encoded, address)
+                ctypes.memmove(self._params + offset, int(encoded.getPtr()), _tensormap.BYTES)
+                known[0] = address
+        if stream != self._stream:
+            self._config.hStream = cuda_driver().CUstream(stream)
+            self._stream = stream
+        (status,) = self._launch(self._config, self._handle, self._arguments, 0)
+        if status:
+            raise RuntimeError(
+                f"cupyflash: the driver refuses to launch kernel {self._name!r}: {status.name}"
+            )

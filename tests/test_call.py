@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: MIT
+"""Calls that are made again: found by their signature, launched on other arrays."""
+
+import threading
+import types
+
+import ml_dtypes
+import numpy as np
+import pytest
+from paths import KERNELS, normal, qkv
+
+from cupyflash import Algorithm1, _call, _problem, attention, clear_cache, warmup
+from cupyflash.reference import attention_reference
+from cupyflash.testing import assert_attention_close
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class FakeArray:
+    """As much of a CuPy array as a signature looks at."""
+
+    def __init__(self, *shape, dtype=np.float16, address=512, device=0):
+        x = np.empty(shape, dtype)
+        self.shape, self.strides, self.dtype = x.shape, x.strides, x.dtype
+        self.data = types.SimpleNamespace(ptr=address, device_id=device)
+
+
+@pytest.fixture
+def sign(monkeypatch):
+    """The signature of a call of attention, with CuPy's place taken by the arrays above."""
+    monkeypatch.setitem(_call.sys.modules, "cupy", types.SimpleNamespace(ndarray=FakeArray))
+
+    def signature(q, k=None, v=None, **options):
+        k, v = q if k is None else k, q if v is None else v
+        arrays = (q, k, v, *(options.pop(name, None) for name in _problem.ARRAYS[3:]))
+        special = [options.pop(name, None) for name in ("out", "window", "kernel")]
+        names = ("causal", "softmax_scale", "softcap", "return_lse")
+        plain = [options.pop(name, False if name == "causal" else None) for name in names]
+        assert not options
+        return _call.signature(arrays, *special, *plain)
+
+    return signature
+
+
+class TestSignature:
+    q = FakeArray(2, 10, 8)
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"q": FakeArray(2, 11, 8)},
+            {"k": FakeArray(2, 11, 8)},
+            {"v": FakeArray(2, 10, 16)},
+            {"q": FakeArray(2, 10, 8, dtype=BF16)},
+            {"q": FakeArray(2, 10, 8, address=520)},
+            {"q": FakeArray(2, 10, 8, device=1)},
+            {"mask": FakeArray(10, 10, dtype=bool)},
+            {"bias": FakeArray(10, 10)},
+            {"out": FakeArray(2, 10, 8)},
+            {"causal": True},
+            {"causal": 1},
+            {"causal": "top_left"},
+            {"window": (1, 2)},
+            {"window": (1, 1)},
+            {"window": (True, 1)},
+            {"window": (1, None)},
+            {"softmax_scale": 1.0},
+            {"softmax_scale": True},
+            {"softcap": 1.0},
+            {"return_lse": True},
+            {"return_lse": 1},
+            {"kernel": "fa1_forward"},
+            {"kernel": Algorithm1(chunks=1)},
+            {"kernel": Algorithm1(chunks=2)},
+        ],
+    )
+    def test_differs_with_all_that_matters(self, sign, other):
+        all_others = [{"causal": True}, {"window": (1, 1)}, {"softmax_scale": 1.0}]
+        all_others += [{"return_lse": True}, {}]
+        key = sign(**{"q": self.q} | other)
+        assert key is not None
+        for known in all_others:
+            if known != other or list(map(type, known.values())) != list(map(type, other.values())):
+                assert key != sign(self.q, **known)
+
+    def test_is_equal_wherever_arrays_lie(self, sign):
+        elsewhere = FakeArray(2, 10, 8, address=2**40)
+        assert sign(self.q) == sign(elsewhere)
+        assert hash(sign(self.q, causal=True)) == hash(sign(elsewhere, causal=True))
+
+    @pytest.mark.parametrize(
+        "option",
+        [
+            {"seqlens_k": 5},
+            {"alibi_slopes": [1.0]},
+            {"window": [1, 2]},
+            {"window": (np.int64(1), 2)},
+            {"softmax_scale": np.float32(1)},
+            {"k": np.empty((2, 10, 8))},
+        ],
+    )
+    def test_is_none_where_values_have_to_be_looked_at(self, sign, option):
+        assert sign(self.q, **option) is None
+
+    def test_is_none_without_cupy(self, monkeypatch):
+        monkeypatch.delitem(_call.sys.modules, "cupy", raising=False)
+        x = np.empty((2, 10, 8))
+        assert _call.signature((x, x, x), None, None, None) is None
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+every_gpu_kernel = pytest.mark.parametrize("kernel", [None, *KERNELS])
+
+
+def on_gpu(cupy, seed, *shape, dtype=np.float16, **sizes):
+    return tuple(cupy.asarray(x) for x in qkv(seed, *shape, dtype=dtype, **sizes))
+
+
+def check(arrays, result, **options):
+    expected = attention_reference(*(x.get() for x in arrays), **options)
+    assert_attention_close(result, expected)
+
+
+@pytest.fixture
+def no_validation(monkeypatch):
+    """A function after which a call must be one that was made before."""
+
+    def forbid():
+        def fail(*args, **kwargs):
+            raise AssertionError("the call was not found again")
+
+        monkeypatch.setattr(_problem, "from_arrays", fail)
+
+    return forbid
+
+
+@pytest.mark.gpu
+@every_gpu_kernel
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_same_call_on_other_arrays(cupy, kernel, causal, no_validation):
+    sizes = [on_gpu(cupy, seed, 3, 4, 300, 64, heads_k=2) for seed in (1, 2, 3)]
+    options = {"causal": causal, "return_lse": True, "kernel": kernel}
+    first = attention(*sizes[0], **options)
+    no_validation()
+    results = [attention(*arrays, **options) for arrays in sizes]
+    for arrays, result in zip(sizes, results, strict=True):
+        check(arrays, result, causal=causal)
+    assert (first[0] == results[0][0]).all()
+    assert (first[1] == results[0][1]).all()
+
+
+@pytest.mark.gpu
+@every_gpu_kernel
+def test_the_same_call_into_an_output(cupy, kernel, no_validation):
+    arrays = on_gpu(cupy, 4, 2, 70, 64)
+    out = cupy.full((2, 70, 64), cupy.nan, np.float16)
+    attention(*arrays, out=out, kernel=kernel)
+    expected = out.copy()
+    no_validation()
+    out[...] = cupy.nan
+    assert attention(*arrays, out=out, kernel=kernel) is out
+    assert (out == expected).all()
+    for n, name in enumerate("qkv"):
+        with pytest.raises(ValueError, match=f"out shares memory with {name}"):
+            attention(*arrays, out=arrays[n], kernel=kernel)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_the_same_call_with_every_array(cupy, dtype, no_validation):
+    def arguments(seed):
+        q, k, v = on_gpu(cupy, seed, 2, 4, 60, 40, seqlen_k=90, heads_k=2, dtype=dtype)
+        options = {
+            "bias": cupy.asarray(normal(seed + 1, 60, 90).astype(dtype)),
+            "mask": cupy.asarray(normal(seed + 2, 2, 1, 60, 90) > -1),
+            "alibi_slopes": cupy.asarray(abs(normal(seed + 3, 4)).astype(np.float32)),
+            "seqlens_k": cupy.asarray([90, 40 + seed]),
+        }
+        return (q, k, v), options
+
+    calls = [arguments(seed) for seed in (5, 6)]
+    attention(*calls[0][0], **calls[0][1], return_lse=True)
+    if dtype != "float64":  # whose slopes are converted
+        no_validation()
+    for arrays, options in calls:
+        result = attention(*arrays, **options, return_lse=True)
+        check(arrays, result, **{name: x.get() for name, x in options.items()})
+
+
+@pytest.mark.gpu
+def test_a_wrong_option_that_equals_a_right_one(cupy):
+    arrays = on_gpu(cupy, 7, 2, 50, 64)
+    attention(*arrays, causal=True)
+    with pytest.raises(TypeError, match="causal is 1"):
+        attention(*arrays, causal=1)
+
+
+@pytest.mark.gpu
+@every_gpu_kernel
+def test_one_call_in_many_threads_and_streams(cupy, kernel):
+    arrays = [on_gpu(cupy, seed, 2, 4, 400, 64) for seed in range(8)]
+    expected = [attention(*a, causal=True, kernel=kernel) for a in arrays]
+    cupy.cuda.Device().synchronize()
+    wrong = []
+
+    def work(n):
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            for turn in range(50):
+                index = (n + turn) % len(arrays)
+                o = attention(*arrays[index], causal=True, kernel=kernel)
+                if not (o == expected[index]).all():
+                    wrong.append((n, turn))
+            stream.synchronize()
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.gpu
+@every_gpu_kernel
+def test_a_graph_captures_a_call(cupy, kernel):
+    q, k, v = on_gpu(cupy, 8, 2, 4, 200, 64, seqlen_k=3000)
+    out = cupy.empty_like(q)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        attention(q, k, v, causal=True, out=out, kernel=kernel)
+        stream.begin_capture()
+        attention(q, k, v, causal=True, out=out, kernel=kernel)
+        graph = stream.end_capture()
+        for seed in (9, 10):
+            new = on_gpu(cupy, seed, 2, 4, 200, 64, seqlen_k=3000)
+            for old, x in zip((q, k, v), new, strict=True):
+                old[...] = x
+            out[...] = cupy.nan
+            graph.launch(stream)
+            stream.synchronize()
+            assert (out == attention(*new, causal=True, kernel=kernel)).all()
+
+
+@pytest.mark.gpu
+def test_warmup_leaves_nothing_to_build(cupy, cache, monkeypatch):
+    sizes = {"seqlen_q": 3, "seqlen_k": 5000, "head_dim": 40, "heads_q": 4, "dtype": "float16"}
+    made = warmup(**sizes, device=0)
+    assert made.parts is None or made.parts.splits > 1
+    monkeypatch.setattr("cupyflash._compile.build", lambda *args: pytest.fail("built again"))
+    arrays = on_gpu(cupy, 11, 4, 3, 40, seqlen_k=5000)
+    check(arrays, attention(*arrays, return_lse=True))
+
+
+@pytest.mark.gpu
+def test_a_cleared_cache_builds_again(cupy, cache):
+    arrays = on_gpu(cupy, 12, 2, 50, 64)
+    expected = attention(*arrays)
+    clear_cache()
+    assert (attention(*arrays) == expected).all()
+
+
+def test_warmup_without_a_gpu_has_nothing_to_do():
+    assert warmup(seqlen_q=10, head_dim=8, device="cpu").kernel == "host"
+
+
+def test_warmup_for_a_gpu_that_is_only_named():
+    with pytest.raises(ValueError, match="device is 'H200'"):
+        warmup(seqlen_q=10, head_dim=8, device="H200")
