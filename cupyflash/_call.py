@@ -8,10 +8,11 @@ is found again by :func:`signature`, which costs a few microseconds.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cupyflash import _arrays, _compile, _problem, _tensormap
@@ -90,8 +91,9 @@ def run(
     with cupy.cuda.Device(problem.device):
         o, lse, records = _launch.prepare(plan, problem, out, return_lse, cupy)
         call = Call(problem, records, return_lse)
+        del records  # and with them the workspaces that they were described with
         used = [getattr(problem, name) for name in _problem.ARRAYS]
-        call.launch(used, o, lse, [_arrays.address(p.array) for p in _workspaces(records)])
+        call.launch(used, o, lse)
     # An array that had to be converted has to be converted each time.
     asked = [None if x is None else _arrays.address(x) for x in arrays] if key is not None else ()
     if key is not None and asked == [None if x is None else _arrays.address(x) for x in used]:
@@ -149,24 +151,55 @@ class Call:
             o = out
             _problem.check_separate("attention", out, arrays)
         lse = None if self._lse_shape is None else cupy.ndarray(self._lse_shape, self._acc_dtype)
-        workspaces = []
-        for nbytes, zeroed in self._workspaces:
-            memory = cupy.cuda.alloc(nbytes)
-            if zeroed:
-                memory.memset_async(0, nbytes)
-            workspaces.append(memory)
-        self.launch(arrays, o, lse, [memory.ptr for memory in workspaces])
+        self.launch(arrays, o, lse)
         return o, lse
 
-    def launch(self, arrays: Sequence[Any], o: Any, lse: Any, workspaces: Sequence[int]) -> None:
+    def launch(self, arrays: Sequence[Any], o: Any, lse: Any) -> None:
         """Launch on the current stream of the current device."""
         cupy = sys.modules["cupy"]
         stream = cupy.cuda.get_current_stream().ptr
         addresses = [0 if x is None else x.data.ptr for x in (*arrays, o, lse)]
-        addresses += workspaces
+        if not self._workspaces:
+            self._launch_all(addresses, stream)
+        elif cupy.cuda.runtime.streamIsCapturing(stream):
+            # The graph must own what it is to use whenever it is launched.
+            with _graph_memory(self._workspaces, stream) as workspaces:
+                self._launch_all(addresses + workspaces, stream)
+        else:
+            memory = [cupy.cuda.alloc(nbytes) for nbytes, _ in self._workspaces]
+            for workspace, (nbytes, zeroed) in zip(memory, self._workspaces, strict=True):
+                if zeroed:
+                    workspace.memset_async(0, nbytes)
+            self._launch_all(addresses + [workspace.ptr for workspace in memory], stream)
+
+    def _launch_all(self, addresses: Sequence[int], stream: int) -> None:
         with self._lock:
             for launch in self._launches:
                 launch(addresses, stream)
+
+
+@contextlib.contextmanager
+def _graph_memory(workspaces: Sequence[tuple[int, bool]], stream: int) -> Iterator[list[int]]:
+    """Memory that the graph being captured allocates when it runs, and frees."""
+    driver = cuda_driver()
+    handle = driver.CUstream(stream)
+    memory = []
+    for nbytes, zeroed in workspaces:
+        status, address = driver.cuMemAllocAsync(nbytes, handle)
+        _check(status, "allocate a workspace in a graph")
+        memory.append(address)
+        if zeroed:
+            (status,) = driver.cuMemsetD8Async(address, 0, nbytes, handle)
+            _check(status, "clear a workspace in a graph")
+    yield [int(address) for address in memory]
+    for address in memory:
+        (status,) = driver.cuMemFreeAsync(address, handle)
+        _check(status, "free a workspace in a graph")
+
+
+def _check(status: Any, what: str) -> None:
+    if status:
+        raise RuntimeError(f"cupyflash: the driver refuses to {what}: {status.name}")
 
 
 def _argument_pointers(records: Sequence[LaunchRecord]) -> list[Pointer]:
@@ -238,6 +271,4 @@ class _Launch:
             self._stream = stream
         (status,) = self._launch(self._config, self._handle, self._arguments, 0)
         if status:
-            raise RuntimeError(
-                f"cupyflash: the driver refuses to launch kernel {self._name!r}: {status.name}"
-            )
+            _check(status, f"launch kernel {self._name!r}")

@@ -21,7 +21,8 @@ _ROW_LINE = 128  # bytes that a row of a tile in shared memory is padded to
 _MAX_LENGTH = 2**29  # of sequences, so that sums of positions are 32-bit numbers
 # Compute capabilities whose float64 is an afterthought.
 SLOW_FLOAT64 = ((8, 6), (8, 9), (10, 3), (12, 0))
-_COMBINE_WARPS = 4
+_COMBINE_THREADS = 128  # kCombineThreads
+_MAX_SPLITS = 128  # kMaxSplits
 # The K and V of the heads that are walked together take at most this part of the L2 cache.
 _L2_SHARE = 0.4
 _PROBLEM = tuple(f"problem.{name}" for name in _params.PROBLEM_FIELDS)
@@ -227,18 +228,19 @@ def parts(
 
 
 _SPLIT_KEYS = 256  # fewer keys in a part are not worth its share of the merge
+_BLOCK_COST = 4  # what beginning and ending a thread block costs, in tiles of keys
 
 
 def _splits(problem: AttentionProblem, tiles: Tiles, device: Device, works: int) -> int:
     """Parts of the keys, so that all multiprocessors have work and the last round is full."""
     slots = device.multiprocessors * tiles.blocks
     Tc = ceil_div(problem.seqlen_k, tiles.Bc)
-    most = min(ceil_div(problem.seqlen_k, _SPLIT_KEYS), Tc, 128)
+    most = min(ceil_div(problem.seqlen_k, _SPLIT_KEYS), Tc, _MAX_SPLITS)
     if works == 0 or most <= 1 or works >= 0.8 * slots:
         return 1
 
     def steps(splits: int) -> int:
-        return ceil_div(works * splits, slots) * ceil_div(Tc, splits)
+        return ceil_div(works * splits, slots) * (ceil_div(Tc, splits) + _BLOCK_COST)
 
     return min(range(1, most + 1), key=lambda splits: (steps(splits), splits))
 
@@ -291,12 +293,11 @@ def records(
             params, pointers = _params.pack(
                 _COMBINE_FIELDS, values | {"rows": rows_in_all, "splits": work.splits}
             )
-            blocks = ceil_div(rows_in_all, _COMBINE_WARPS)
             yield _launch.LaunchRecord(
                 kernel=COMBINE,
                 options=combine_options(problem.dtype.name),
-                grid=(min(blocks, _launch.MAX_GRID_X), 1, 1),
-                block=(32 * _COMBINE_WARPS, 1, 1),
+                grid=(min(rows_in_all, _launch.MAX_GRID_X), 1, 1),
+                block=(_COMBINE_THREADS, 1, 1),
                 smem_bytes=0,
                 params=params,
                 pointers=pointers,
