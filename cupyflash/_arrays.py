@@ -8,6 +8,7 @@ bfloat16 and the producer's stream without a synchronisation, or, failing that, 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -95,6 +96,32 @@ def address(array: Any) -> int:
     if isinstance(array, np.ndarray):
         return array.__array_interface__["data"][0]
     return array.data.ptr
+
+
+def on_device_of(array: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which CuPy makes new arrays where ``array`` is."""
+    return array.device if is_cupy(array) else contextlib.nullcontext()
+
+
+def is_aligned(array: Any) -> bool:
+    """Whether all elements lie at multiples of their size, as kernels read them."""
+    itemsize = array.dtype.itemsize
+    steps = (s for s, n in zip(array.strides, array.shape, strict=True) if n > 1)
+    return not (address(array) % itemsize or any(step % itemsize for step in steps))
+
+
+def aligned(array: Any) -> Any:
+    """``array``, or a copy of it if its elements lie anywhere in memory."""
+    if is_aligned(array):
+        return array
+    if not is_cupy(array):
+        return array.copy()
+    # No kernel of CuPy's may read such elements either, but bytes it may.
+    cupy = import_cupy()
+    shape, strides = (*array.shape, array.dtype.itemsize), (*array.strides, 1)
+    with array.device:
+        every_byte = cupy.ndarray(shape, np.uint8, memptr=array.data, strides=strides)
+        return cupy.ascontiguousarray(every_byte).view(array.dtype)[..., 0]
 
 
 class _Addresses:

@@ -88,6 +88,7 @@ def run(
     from cupyflash import _launch
 
     cupy = _arrays.import_cupy()
+    problem = problem.aligned()
     with cupy.cuda.Device(problem.device):
         o, lse, records = _launch.prepare(plan, problem, out, return_lse, cupy)
         call = Call(problem, records, return_lse)

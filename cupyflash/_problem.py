@@ -5,26 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
-import operator
 from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from cupyflash import _arrays
+from cupyflash import _arrays, _checks
+from cupyflash._checks import DTYPES, accumulation_dtype
 
-bfloat16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = tuple(map(np.dtype, ("float16", bfloat16, "float32", "float64")))
 # The arguments that are arrays, in the order of the public signature.
 ARRAYS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "seqlens_k")
-_DTYPE_NAMES = "float16, bfloat16, float32 or float64"
-
-
-def accumulation_dtype(dtype: np.dtype) -> np.dtype:
-    """Dtype of scores, statistics and lse: float64 for float64 inputs, else float32."""
-    return np.dtype("float64" if dtype == np.float64 else "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +98,14 @@ class AttentionProblem:
         """The same problem as a question: equal, hashable, and keeping no array alive."""
         return dataclasses.replace(self, **dict.fromkeys(ARRAYS))
 
+    def aligned(self) -> AttentionProblem:
+        """The problem with copies of those arrays whose elements no kernel can read in place."""
+        arrays = {name: getattr(self, name) for name in ARRAYS}
+        odd = {n: x for n, x in arrays.items() if x is not None and not _arrays.is_aligned(x)}
+        if not odd:
+            return self
+        return dataclasses.replace(self, **{n: _arrays.aligned(x) for n, x in odd.items()})
+
 
 def from_arrays(
     function: str,
@@ -134,8 +132,8 @@ def from_arrays(
         Shapes, devices or numbers don't fit each other.
     """
     q, k, v = (_arrays.adopt(function, n, x) for n, x in (("q", q), ("k", k), ("v", v)))
-    _check_same_place(function, q, k=k, v=v)
-    dtype = _check_dtypes(function, q, k, v)
+    _checks.check_same_place(function, q, k=k, v=v)
+    dtype = _checks.check_dtypes(function, q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 2:
             raise ValueError(
@@ -147,7 +145,7 @@ def from_arrays(
     q, k, v = (x[None] if x.ndim == 2 else x for x in (q, k, v))
     heads_q, seqlen_q, head_dim = q.shape[-3:]
     heads_k, seqlen_k, head_dim_v = *k.shape[-3:-1], v.shape[-1]
-    _check_sizes(function, q, k, v, shapes)
+    _checks.check_sizes(function, q, k, v, shapes)
     try:
         batch_shape = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     except ValueError:
@@ -156,41 +154,21 @@ def from_arrays(
         ) from None
     xp = np if isinstance(q, np.ndarray) else _arrays.import_cupy()
     q, k, v = (xp.broadcast_to(x, (*batch_shape, *x.shape[-3:])) for x in (q, k, v))
-
-    window_left, window_right, top_left = _window(function, causal, window, seqlen_q + seqlen_k)
+    window_left, window_right, top_left = _checks.window_limits(
+        function, causal, window, seqlen_q + seqlen_k
+    )
     score_shape = (*batch_shape, heads_q, seqlen_q, seqlen_k)
-    if bias is not None:
-        bias = _arrays.adopt(function, "bias", bias)
-        _check_same_place(function, q, bias=bias)
-        if bias.dtype not in (dtype, np.float32):
-            raise TypeError(
-                f"{function}: bias.dtype is {bias.dtype}; expected q's dtype {dtype} or float32"
+    with _arrays.on_device_of(q):
+        if bias is not None:
+            bias = _checks.bias_array(function, xp, bias, q, score_shape)
+        if mask is not None:
+            mask = _checks.mask_array(function, xp, mask, q, score_shape)
+        if alibi_slopes is not None:
+            alibi_slopes = _checks.slopes_array(
+                function, xp, alibi_slopes, q, (*batch_shape, heads_q)
             )
-        bias = _broadcast(function, xp, "bias", bias, score_shape)
-    if mask is not None:
-        mask = _arrays.adopt(function, "mask", mask)
-        _check_same_place(function, q, mask=mask)
-        if mask.dtype != np.bool_:
-            raise TypeError(
-                f"{function}: mask.dtype is {mask.dtype}; expected bool, True where a query sees "
-                "a key (an additive mask is bias=)"
-            )
-        mask = _broadcast(function, xp, "mask", mask, score_shape)
-    if alibi_slopes is not None:
-        alibi_slopes = _small_array(
-            function, xp, "alibi_slopes", alibi_slopes, q, accumulation_dtype(dtype)
-        )
-        if alibi_slopes.dtype not in (dtype, np.float32):
-            raise TypeError(
-                f"{function}: alibi_slopes.dtype is {alibi_slopes.dtype}; expected float32 or "
-                f"q's dtype {dtype}"
-            )
-        alibi_slopes = alibi_slopes.astype(accumulation_dtype(dtype), copy=False)
-        alibi_slopes = _broadcast(
-            function, xp, "alibi_slopes", alibi_slopes, (*batch_shape, heads_q)
-        )
-    if seqlens_k is not None:
-        seqlens_k = _seqlens(function, xp, seqlens_k, q, batch_shape, seqlen_k)
+        if seqlens_k is not None:
+            seqlens_k = _checks.seqlens_array(function, xp, seqlens_k, q, batch_shape, seqlen_k)
     return AttentionProblem(
         dtype=dtype,
         batch_shape=batch_shape,
@@ -200,8 +178,8 @@ def from_arrays(
         seqlen_k=seqlen_k,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        softmax_scale=_scale(function, softmax_scale, head_dim, dtype),
-        softcap=_softcap(function, softcap, dtype),
+        softmax_scale=_checks.scale_number(function, softmax_scale, head_dim, dtype),
+        softcap=_checks.softcap_number(function, softcap, dtype),
         window_left=window_left,
         window_right=window_right,
         top_left=top_left,
@@ -242,9 +220,9 @@ def from_sizes(
 ) -> AttentionProblem:
     """The problem that arrays of these sizes would pose; for questions without arrays."""
     asked = dtype
-    dtype = _named_dtype(asked)
+    dtype = _checks.named_dtype(asked)
     if asked is None or dtype not in DTYPES:  # None is numpy's name of float64
-        raise TypeError(f"{function}: dtype is {asked!r}; expected {_DTYPE_NAMES}")
+        raise TypeError(f"{function}: dtype is {asked!r}; expected {_checks.DTYPE_NAMES}")
     sizes = {
         "batch": batch,
         "heads_q": heads_q,
@@ -255,13 +233,13 @@ def from_sizes(
         "head_dim_v": head_dim if head_dim_v is None else head_dim_v,
     }
     for name, value in sizes.items():
-        sizes[name] = _integer(function, name, value)
+        sizes[name] = _checks.integer(function, name, value)
         if sizes[name] < (1 if name == "head_dim" else 0):
             wanted = "a positive number" if name == "head_dim" else "0 or more"
             raise ValueError(f"{function}: {name} is {value}; expected {wanted}")
         if sizes[name] >= 2**31:
             raise ValueError(f"{function}: {name} is {value}; expected a number below 2^31")
-    _check_groups(function, sizes["heads_q"], sizes["heads_k"], "as given")
+    _checks.check_groups(function, sizes["heads_q"], sizes["heads_k"], "as given")
     for name, given in (("mask", mask), ("alibi", alibi), ("seqlens", seqlens)):
         if not isinstance(given, (bool, np.bool_)):
             raise TypeError(
@@ -269,20 +247,20 @@ def from_sizes(
             )
     if bias_dtype is not None:
         asked = bias_dtype
-        bias_dtype = _named_dtype(asked)
+        bias_dtype = _checks.named_dtype(asked)
         if bias_dtype not in (dtype, np.float32):
             raise TypeError(
                 f"{function}: bias_dtype is {asked!r}; expected q's dtype {dtype} or float32"
             )
-    window_left, window_right, top_left = _window(
+    window_left, window_right, top_left = _checks.window_limits(
         function, causal, window, sizes["seqlen_q"] + sizes["seqlen_k"]
     )
     return AttentionProblem(
         dtype=dtype,
         batch_shape=(sizes.pop("batch"),),
         **sizes,
-        softmax_scale=_scale(function, softmax_scale, sizes["head_dim"], dtype),
-        softcap=_softcap(function, softcap, dtype),
+        softmax_scale=_checks.scale_number(function, softmax_scale, sizes["head_dim"], dtype),
+        softcap=_checks.softcap_number(function, softcap, dtype),
         window_left=window_left,
         window_right=window_right,
         top_left=top_left,
@@ -291,14 +269,6 @@ def from_sizes(
         has_alibi=alibi,
         has_seqlens=seqlens,
     )
-
-
-def _named_dtype(asked: Any) -> np.dtype:
-    """The dtype that was meant, or one that is not served where there is none of that name."""
-    try:
-        return np.dtype(bfloat16 if asked == "bfloat16" else asked)
-    except (TypeError, ValueError):
-        return np.dtype("V")
 
 
 def check_out(function: str, problem: AttentionProblem, out: Any) -> None:
@@ -318,7 +288,7 @@ def check_out(function: str, problem: AttentionProblem, out: Any) -> None:
             f"{function}: out is a {type(out).__name__}; expected a "
             f"{'numpy' if problem.device is None else 'CuPy'} array"
         )
-    _check_same_place(function, problem.q, out=out)
+    _checks.check_same_place(function, problem.q, out=out)
     if out.shape != problem.out_shape:
         raise ValueError(f"{function}: out.shape is {out.shape}; expected {problem.out_shape}")
     if out.dtype != problem.dtype:
@@ -343,206 +313,3 @@ def check_separate(function: str, out: Any, arrays: Sequence[Any]) -> None:
     for name, array in zip(ARRAYS, arrays, strict=True):
         if array is not None and _arrays.overlap(out, array):
             raise ValueError(f"{function}: out shares memory with {name}; expected separate memory")
-
-
-def _check_same_place(function: str, first: Any, **others: Any) -> None:
-    host = isinstance(first, np.ndarray)
-    for name, x in others.items():
-        if isinstance(x, np.ndarray) != host:
-            kinds = ("numpy", "CuPy") if host else ("CuPy", "numpy")
-            raise TypeError(
-                f"{function}: q is a {kinds[0]} array but {name} is a {kinds[1]} array; expected "
-                "all of them in one place (cupy.asarray or cupy.asnumpy moves one)"
-            )
-        if not host and x.device.id != first.device.id:
-            raise ValueError(
-                f"{function}: q is on device {first.device.id} but {name} is on device "
-                f"{x.device.id}; expected one device"
-            )
-
-
-def _check_dtypes(function: str, q: Any, k: Any, v: Any) -> np.dtype:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype not in DTYPES or not x.dtype.isnative:
-            raise TypeError(
-                f"{function}: {name}.dtype is {x.dtype}; expected {_DTYPE_NAMES}, the same for q, "
-                "k and v"
-            )
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(
-            f"{function}: q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
-        )
-    return np.dtype(q.dtype)
-
-
-def _check_sizes(function: str, q: Any, k: Any, v: Any, shapes: str) -> None:
-    if q.shape[-1] == 0:
-        raise ValueError(f"{function}: q has head_dim 0; expected at least 1 ({shapes})")
-    if k.shape[-1] != q.shape[-1]:
-        raise ValueError(
-            f"{function}: k has head_dim {k.shape[-1]} but q has {q.shape[-1]}; q and k must "
-            f"agree ({shapes})"
-        )
-    if v.shape[-2] != k.shape[-2]:
-        raise ValueError(
-            f"{function}: v has seqlen_k {v.shape[-2]} but k has {k.shape[-2]}; k and v must "
-            f"agree ({shapes})"
-        )
-    if v.shape[-3] != k.shape[-3]:
-        raise ValueError(
-            f"{function}: v has {v.shape[-3]} heads but k has {k.shape[-3]}; k and v must agree "
-            f"({shapes})"
-        )
-    _check_groups(function, q.shape[-3], k.shape[-3], shapes)
-
-
-def _check_groups(function: str, heads_q: int, heads_k: int, shapes: str) -> None:
-    if heads_q % heads_k if heads_k else heads_q:
-        raise ValueError(
-            f"{function}: q has {heads_q} heads and k has {heads_k}; heads_q must be a multiple "
-            f"of heads_k ({shapes})"
-        )
-
-
-def _broadcast(function: str, xp: Any, name: str, array: Any, shape: tuple[int, ...]) -> Any:
-    try:
-        return xp.broadcast_to(array, shape)
-    except ValueError:
-        raise ValueError(
-            f"{function}: {name}.shape is {array.shape}; expected a shape that broadcasts to "
-            f"{shape}"
-        ) from None
-
-
-def _small_array(function: str, xp: Any, name: str, value: Any, q: Any, dtype: Any) -> Any:
-    """``value`` as an array beside q; numbers and sequences of numbers are moved there."""
-    if isinstance(value, (list, tuple)) or _is_number(value):
-        try:
-            return xp.asarray(np.asarray(value, dtype))
-        except (TypeError, ValueError, OverflowError):
-            raise TypeError(
-                f"{function}: {name} is {value!r}; expected numbers or an array"
-            ) from None
-    array = _arrays.adopt(function, name, value)
-    _check_same_place(function, q, **{name: array})
-    return array
-
-
-def _seqlens(
-    function: str, xp: Any, value: Any, q: Any, batch_shape: tuple[int, ...], seqlen_k: int
-) -> Any:
-    if isinstance(value, (list, tuple)) or _is_number(value):
-        try:
-            host = np.asarray(value)
-        except ValueError:  # a ragged list
-            host = np.asarray(None)
-        if host.dtype.kind not in "iu" and host.size:
-            raise TypeError(
-                f"{function}: seqlens_k is {value!r}; expected integers, of 64 bits at most"
-            )
-    else:
-        array = _arrays.adopt(function, "seqlens_k", value)
-        _check_same_place(function, q, seqlens_k=array)
-        if array.dtype.kind not in "iu":
-            raise TypeError(
-                f"{function}: seqlens_k.dtype is {array.dtype}; expected an integer dtype"
-            )
-        host = array if isinstance(array, np.ndarray) else None
-    if host is not None:
-        # A length on the device is clamped by the kernels instead: looking at it would wait.
-        bad = host[(host < 0) | (host > seqlen_k)]
-        if bad.size:
-            raise ValueError(
-                f"{function}: seqlens_k holds {bad.flat[0]}; expected lengths from 0 to k's "
-                f"seqlen {seqlen_k}"
-            )
-        array = xp.asarray(host)
-    if array.dtype not in (np.int32, np.int64):
-        array = array.astype(np.int64)
-    return _broadcast(function, xp, "seqlens_k", array, batch_shape)
-
-
-def _window(
-    function: str, causal: bool | str, window: Sequence[int | None] | None, unlimited: int
-) -> tuple[int, int, bool]:
-    if not isinstance(causal, (bool, np.bool_)) and not (
-        isinstance(causal, str) and causal == "top_left"
-    ):
-        wrong = ValueError if isinstance(causal, str) else TypeError
-        raise wrong(f"{function}: causal is {causal!r}; expected True, False or 'top_left'")
-    if window is None:
-        window = (-1, -1)
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(
-            f"{function}: window is {window!r}; expected (left, right), each an integer, or None "
-            "or -1 for no limit"
-        )
-    sides = []
-    for name, side in zip(("left", "right"), window, strict=True):
-        side = -1 if side is None else _integer(function, f"window {name}", side)
-        if side < -1:
-            raise ValueError(
-                f"{function}: window {name} is {side}; expected 0 or more, or None or -1 for no "
-                "limit"
-            )
-        # A side that reaches past every key is no limit, and stays small enough for any integer.
-        sides.append(-1 if side >= unlimited else side)
-    left, right = sides
-    return left, 0 if causal else right, isinstance(causal, str)
-
-
-def _scale(function: str, softmax_scale: float | None, head_dim: int, dtype: np.dtype) -> float:
-    if softmax_scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    scale = _real(function, "softmax_scale", softmax_scale)
-    if not _fits(scale, dtype) or scale == 0.0:
-        raise ValueError(
-            f"{function}: softmax_scale is {scale}; expected a finite non-zero number (of "
-            f"{accumulation_dtype(dtype)}, the dtype of the scores)"
-        )
-    return scale
-
-
-def _fits(value: float, dtype: np.dtype) -> bool:
-    """Whether a number stays what it is, finite or non-zero, in the accumulation dtype."""
-    with np.errstate(over="ignore", under="ignore"):
-        rounded = accumulation_dtype(dtype).type(value)
-    return bool(np.isfinite(rounded)) and (value == 0.0) == (rounded == 0.0)
-
-
-def _softcap(function: str, softcap: float | None, dtype: np.dtype) -> float:
-    if softcap is None:
-        return 0.0
-    cap = _real(function, "softcap", softcap)
-    if not _fits(cap, dtype) or cap <= 0.0:
-        raise ValueError(
-            f"{function}: softcap is {cap}; expected a finite positive number (of "
-            f"{accumulation_dtype(dtype)}, the dtype of the scores) or None"
-        )
-    return cap
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
-
-
-def _real(function: str, name: str, value: Any) -> float:
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value[()]
-    if not _is_number(value):
-        raise TypeError(
-            f"{function}: {name} is a {type(value).__name__}; expected a real number on the host"
-        )
-    try:
-        return float(value)
-    except OverflowError:  # an integer or a fraction out of float's range
-        return math.inf if value > 0 else -math.inf
-
-
-def _integer(function: str, name: str, value: Any) -> int:
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{function}: {name} is {value!r}; expected an integer") from None

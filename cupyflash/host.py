@@ -226,7 +226,7 @@ class _Tile:
         late = abs(scale) > _LARGEST_FACTOR_OF_Q
         self.exp, self.nats = (np.exp, 1.0) if adds or late else (np.exp2, math.log(2.0))
         self.Q_factor, self.S_factor = (1.0, scale) if late else (scale / self.nats, 1.0)
-        self.cap = _effective_softcap(problem)
+        self.cap = problem.softcap
 
     def start_block(self, start: int, stop: int) -> _Block:
         problem, head = self.problem, self.head
@@ -401,15 +401,6 @@ class _Tile:
 
     def _array(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         return self.workspace.array(name, shape, self.problem.acc_dtype)
-
-
-def _effective_softcap(problem: AttentionProblem) -> float:
-    """A softcap whose reciprocal is in range: beyond these limits nothing in the result changes.
-
-    Below the lower one all scores are 0 to precision, above the upper one c tanh(s/c) is s.
-    """
-    low, high = (1e-30, 1e150) if problem.acc_dtype == np.float64 else (1e-12, 1e34)
-    return max(problem.softcap, low) if 0 < problem.softcap < high else 0.0
 
 
 def _toeplitz(diagonals: np.ndarray, columns: int) -> np.ndarray:

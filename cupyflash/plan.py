@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from cupyflash import _problem, _sm80, _sm90, devices, io_model, tiling
+from cupyflash import _checks, _problem, _sm80, _sm90, devices, io_model, tiling
 from cupyflash._launch import MAX_GRID_X
 from cupyflash._problem import AttentionProblem
 from cupyflash.devices import Device
@@ -51,7 +51,7 @@ class Algorithm1:
             value = getattr(self, name)
             if value is None:
                 continue
-            value = _problem._integer("Algorithm1", name, value)
+            value = _checks.integer("Algorithm1", name, value)
             if value < 1:
                 raise ValueError(f"Algorithm1: {name} is {value}; expected a positive integer")
             object.__setattr__(self, name, value)
@@ -235,7 +235,7 @@ def _device(device: str | int | Device | None) -> Device | None:
         return device
     if isinstance(device, str):
         return None if device.lower() == "cpu" else devices.named_device(device)
-    number = _problem._integer("plan", "device", device)
+    number = _checks.integer("plan", "device", device)
     if not 0 <= number < _gpu_count():
         raise ValueError(f"plan: device is {number}; this machine has {_gpu_count()} GPUs")
     return devices.current_device(number)

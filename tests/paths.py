@@ -42,7 +42,7 @@ _WRITTEN = {"problem.o.data", "problem.lse.data", "O", "lse", "l", "m", "counter
 
 def launches(q, k, v, *, kernel="fa1_forward", device="H200", out=None, **options):
     """(o, lse, launch records) of a call, by the very steps of the GPU path; o and lse are NaN."""
-    problem = _problem.from_arrays("attention", q, k, v, **options)
+    problem = _problem.from_arrays("attention", q, k, v, **options).aligned()
     if out is not None:
         _problem.check_out("attention", problem, poison(out))
     plan = make_plan("attention", problem, kernel, devices.named_device(device))

@@ -262,3 +262,44 @@ def test_torch_is_never_imported():
         env={**os.environ, "PYTHONPATH": paths},
     )
     assert done.stdout == "False\n"
+
+
+# ---- where arrays lie ----------------------------------------------------------------------------
+
+
+@every_gpu_kernel
+@pytest.mark.parametrize("step", [2, 3])
+def test_elements_at_odd_addresses_are_copied(cupy, kernel, step):
+    def arranged(x):
+        memory = cupy.zeros(step * x.size + 1, np.uint8)
+        strides = tuple(step * s // x.itemsize for s in x.strides)
+        odd = cupy.ndarray(x.shape, x.dtype, memptr=memory.data + 1, strides=strides)
+        every_byte = cupy.ndarray(
+            (*x.shape, 2), np.uint8, memptr=odd.data, strides=(*odd.strides, 1)
+        )
+        every_byte[...] = x[..., None].view(np.uint8)
+        return odd
+
+    q, k, v = on_gpu(cupy, 22, 2, 30, 64)
+    expected = attention(q, k, v, kernel=kernel)
+    assert (attention(arranged(q), k, arranged(v)) == attention(q, k, v)).all()
+    if kernel != "forward_sm90":  # which takes no such arrays; the plan saw them before the copy
+        assert (attention(arranged(q), arranged(k), v, kernel=kernel) == expected).all()
+    with pytest.raises(ValueError, match="out"):
+        attention(q, k, v, out=arranged(q), kernel=kernel)
+
+
+def test_arguments_made_from_numbers_are_made_on_the_device_of_q(cupy):
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    with cupy.cuda.Device(1):
+        q, k, v = on_gpu(cupy, 23, 2, 4, 50, 64)
+    expected = attention_reference(
+        *(x.get() for x in (q, k, v)), seqlens_k=[20, 30], alibi_slopes=[0.1, 0.2, 0.3, 0.4]
+    )
+    assert cupy.cuda.Device().id == 0
+    for _ in range(2):
+        actual = attention(
+            q, k, v, seqlens_k=[20, 30], alibi_slopes=[0.1, 0.2, 0.3, 0.4], return_lse=True
+        )
+        assert_attention_close(actual, expected)

@@ -11,7 +11,7 @@ import threadpoolctl
 from host_calls import assert_same_bits, attend, normal, qkv, tiling
 from hypothesis import given, settings
 
-from cupyflash import _host_schedule, _problem
+from cupyflash import _checks, _host_schedule
 from cupyflash.reference import attention_reference
 from cupyflash.testing import (
     DTYPES,
@@ -75,7 +75,7 @@ def test_any_head_dim(head_dim):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_softmax_scale_and_softcap_of_any_size(dtype):
-    dtype = _problem.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    dtype = _checks.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     q, k, v = qkv(3, 1, 4, 8, dtype=dtype)
     for options in (
         {"softmax_scale": 1e-35},
@@ -230,7 +230,7 @@ def test_two_calls_give_equal_bits_and_touch_no_input():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_writes_every_element_of_out_and_nothing_else(dtype):
-    dtype = _problem.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    dtype = _checks.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     q, k, v = qkv(16, 2, 3, 70, 16, seqlen_k=20, dtype=dtype)  # causal: rows 0-49 see nothing
     expected = attend(q, k, v, causal=True)
     guarded = guarded_empty((2, 3, 70, 16), dtype)
@@ -250,7 +250,7 @@ def test_writes_every_element_of_out_and_nothing_else(dtype):
 
 def test_dtypes_and_shapes_of_results():
     for name in DTYPES:
-        dtype = _problem.bfloat16 if name == "bfloat16" else np.dtype(name)
+        dtype = _checks.bfloat16 if name == "bfloat16" else np.dtype(name)
         x = normal(17, 5, 4, dtype=dtype)
         o, lse = attend(x, x, x[:, :3])
         assert (o.dtype, o.shape, lse.shape) == (dtype, (5, 3), (5,))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from host_calls import assert_same_bits, attend, normal, qkv, tiling
 
-from cupyflash import _problem
+from cupyflash import _checks
 from cupyflash.reference import attention_reference
 from cupyflash.testing import assert_attention_close
 
@@ -59,7 +59,7 @@ def test_top_left_and_bottom_right_alignment():
 
 
 def test_scores_below_any_finite_minus_infinity():
-    q = np.full((32, 1, 128), 64, _problem.bfloat16)
+    q = np.full((32, 1, 128), 64, _checks.bfloat16)
     o, lse = attend(q, -q[:1], np.ones_like(q[:1]))
     assert (o == 1).all()
     np.testing.assert_allclose(lse, -524288 / math.sqrt(128), rtol=1e-6)

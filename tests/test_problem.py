@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupyflash import _problem, attention, plan
+from cupyflash import _checks, attention, plan
 from cupyflash._problem import from_arrays
 from cupyflash.testing import poison
 
@@ -401,9 +401,25 @@ def test_slopes_given_as_numbers_keep_the_precision_of_q(slopes):
     np.testing.assert_array_equal(problem.alibi_slopes, np.broadcast_to(slopes, 2))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "used"),
+    [
+        (np.float32, 1e-20, 1e-12),
+        (np.float64, 1e-50, 1e-30),
+        (np.float32, 1e38, 0),
+        (np.float64, 1e300, 0),
+        (np.float32, 30, 30),
+    ],
+)
+def test_a_softcap_whose_reciprocal_leaves_the_range(dtype, softcap, used):
+    x = zeros(3, 4, dtype=dtype)
+    problem = from_arrays("attention", x, x, x, softcap=softcap)
+    assert (problem.softcap, problem.general) == (used, used != 0)
+
+
 def test_scale_is_held_to_the_dtype_of_the_scores():
     x = zeros(3, 4, dtype=float)
-    assert from_arrays("attention", x, x, x, softmax_scale=1e39, softcap=1e-50).softcap == 1e-50
+    assert from_arrays("attention", x, x, x, softmax_scale=1e39, softcap=1e-20).softcap == 1e-20
 
 
 @pytest.mark.parametrize(
@@ -489,7 +505,7 @@ def test_objects_of_other_libraries_are_taken_without_a_copy():
 # ---- axes without elements -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [*("float16", "float32", "float64"), _problem.bfloat16])
+@pytest.mark.parametrize("dtype", [*("float16", "float32", "float64"), _checks.bfloat16])
 @pytest.mark.parametrize(
     ("q", "k", "v"),
     [

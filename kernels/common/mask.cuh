@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 // mask.cuh: which keys a query sees, and what its scores become.
 //
-// By position, query i sees the keys first(i) <= j < end(i), a band around the diagonal
-// i + offset (softmax_scale * Q K^T before it, in this order: softcap, bias, ALiBi, mask):
+// Scores are made in this order: softmax_scale * Q K^T, softcap, bias, ALiBi, mask. By position,
+// query i sees the keys first(i) <= j < end(i), a band around the diagonal j = i + offset:
 //
 //   seqlen_q 2, seqlen_k 4, causal   x x x .      seqlen_q 4, seqlen_k 2, causal   . .
 //                                    x x x x                                       . .
