@@ -51,6 +51,7 @@ class Tiles:
     stages: int  # tiles of K, and of V
     q_stages: int
     least_keys: int = 0  # in a sequence
+    most_causal_keys: int | None = None  # for causal calls only, of at most so many keys
 
     @property
     def threads(self) -> int:
@@ -82,21 +83,28 @@ class Tiles:
 # of O; shared memory bounds Bc by d. Three consumers of 160 registers where that is enough: more
 # queries for each key that is read. Two tiles of Q where they fit, so that one is there when a work
 # begins. Wider tiles of keys mean fewer steps, each with its fixed cost, but more keys that are
-# masked in vain: at head_dim 128, 176 is up to 6 % faster than 128 from 4,096 keys on, and up to
-# 11 % slower at 512 (H200). The first row that holds both head dims, and all of whose
-# ``least_keys`` there are, is taken.
+# masked in vain. Measured on an H200, bf16:
+#   head_dim 64    192 x 128: 2,048 and 16,384 keys 421 and 504 TFLOP/s; 128 x 192: 412 at 16,384.
+#                  Short causal rows waste more of 192 queries: 230 with 128 x 128 at 512, 216 with
+#                  192. Four stages are 1 to 3 % faster than two.
+#   head_dim 128   176 keys are up to 6 % faster than 128 from 4,096 keys on, and up to 13 % slower
+#                  at 512.
+#   head_dim 256   512 keys are 8 tiles of 64, but 6.4 of 80: 308 and 302 causal, 472 and 461 full.
+# The first row is taken that holds both head dims and whose limits of keys are kept.
 TABLE = (
-    Tiles(64, 64, 192, 128, 2, 2),
+    Tiles(64, 64, 128, 128, 4, 2, most_causal_keys=1024),
+    Tiles(64, 64, 192, 128, 4, 2),
     Tiles(96, 96, 128, 128, 2, 2),
     Tiles(128, 128, 128, 176, 2, 1, least_keys=4096),
     Tiles(128, 128, 128, 128, 2, 2),
     Tiles(192, 128, 128, 128, 2, 1),
     Tiles(192, 192, 128, 96, 2, 1),
-    Tiles(256, 256, 128, 80, 2, 1),
+    Tiles(256, 256, 128, 80, 2, 1, least_keys=513),
+    Tiles(256, 256, 128, 64, 2, 1),
 )
 
 
-def tiles_for(head_dim: int, head_dim_v: int, seqlen_k: int) -> Tiles | None:
+def tiles_for(head_dim: int, head_dim_v: int, seqlen_k: int, causal: bool = False) -> Tiles | None:
     """The row of the table for these sizes; None where the head dims are too large.
 
     Examples
@@ -106,9 +114,18 @@ def tiles_for(head_dim: int, head_dim_v: int, seqlen_k: int) -> Tiles | None:
     """
     for tiles in TABLE:
         holds = head_dim <= tiles.head_dim and head_dim_v <= tiles.head_dim_v
+        most = tiles.most_causal_keys
+        if most is not None and not (causal and seqlen_k <= most):
+            continue
         if holds and seqlen_k >= tiles.least_keys:
             return tiles
     return None
+
+
+def tiles_of(problem: AttentionProblem) -> Tiles | None:
+    """The row of the table for a problem."""
+    causal = problem.window_right >= 0
+    return tiles_for(problem.head_dim, problem.head_dim_v, problem.seqlen_k, causal)
 
 
 def few_works(problem: AttentionProblem, tiles: Tiles, device: Device) -> bool:
@@ -128,7 +145,7 @@ def refusal(problem: AttentionProblem, device: Device, tma: bool) -> str | None:
         return f"needs compute capability 9.0, {device.name} has {major}.{minor}"
     if problem.dtype.itemsize != _ITEMSIZE:
         return f"takes float16 and bfloat16, q has {problem.dtype.name}"
-    tiles = tiles_for(problem.head_dim, problem.head_dim_v, problem.seqlen_k)
+    tiles = tiles_of(problem)
     if tiles is None:
         return (
             f"takes head dims up to {TABLE[-1].head_dim}, q has {problem.head_dim} and v "

@@ -303,7 +303,7 @@ def _cached_plan(
 
 def _plan_sm90(problem: AttentionProblem, device: Device, asked: bool) -> Plan | None:
     """None where another kernel is to be preferred."""
-    tiles = _sm90.tiles_for(problem.head_dim, problem.head_dim_v, problem.seqlen_k)
+    tiles = _sm90.tiles_of(problem)
     assert tiles is not None
     if not asked and _sm90.few_works(problem, tiles, device):
         return None

@@ -49,12 +49,6 @@ constexpr int kQStep = kConsumers * QTile::kBytes / 16;
 constexpr int kKStep = KTile::kBytes / 16;
 constexpr int kVStep = VTile::kBytes / 16;
 
-// A descriptor further on: addresses are in its lower half, and never carry.
-__device__ __forceinline__ unsigned long long advanced(unsigned long long descriptor,
-                                                       unsigned step) {
-  return (descriptor & 0xffffffff00000000ull) | (static_cast<unsigned>(descriptor) + step);
-}
-
 // S = Q K^T, started.
 __device__ __forceinline__ void start_scores(float (&S)[kScores], unsigned long long Q,
                                              unsigned long long K) {
@@ -75,10 +69,23 @@ __device__ __forceinline__ void start_outputs(float (&O)[kOutputs],
   wgmma_commit();
 }
 
-// The same number in all lanes, and the compiler knows it: descriptors made of it are in uniform
-// registers, where wgmma wants them, and not moved there between one wgmma and the next, which cost
-// a fifth of the speed at head_dim 256.
+// The same number in all lanes, and the compiler knows it.
 __device__ __forceinline__ int warp_uniform(int x) { return __reduce_max_sync(kFullWarp, x); }
+
+// A descriptor `step` further on: addresses are in its lower half, and never carry. It is made in
+// uniform registers, where wgmma wants it, and not moved there between one wgmma and the next, which
+// cost a fifth of the speed at head_dim 256.
+__device__ __forceinline__ unsigned long long advanced(unsigned long long descriptor,
+                                                       unsigned step) {
+  const unsigned low = warp_uniform(static_cast<unsigned>(descriptor) + step);
+  return (descriptor & 0xffffffff00000000ull) | low;
+}
+
+// A number as a type, for lambdas to take one that is known to the compiler.
+template <int n>
+struct Number {
+  __device__ constexpr operator int() const { return n; }
+};
 
 // One consumer, as its threads see it.
 class Consumer {
@@ -94,9 +101,6 @@ class Consumer {
     // The last consumer lets the first one begin.
     if (kPingPong && c_ == kConsumers - 1) named_barrier_arrive(kFirstTurn, 2 * kWarpgroup);
 
-    const unsigned long long Q_matrix = QTile::by_columns(shared_.Q[0][c_]);
-    const unsigned long long K_matrix = KTile::by_columns(shared_.K[0]);
-    const unsigned long long V_matrix = VTile::by_rows(shared_.V[0]);
     unsigned works = 0;    // before the one whose scores are made
     unsigned Q_tiles = 0;  // the same of works that see keys
     unsigned tiles = 0;    // of K and V, before the one whose weights P holds
@@ -104,6 +108,45 @@ class Consumer {
     float O[kOutputs];
     unsigned P[kBc / 16][4];
     float keep[kFragmentRows];
+    FragmentSoftmax softmax;
+    const auto Q_matrix = [&](unsigned n) {
+      return advanced(QTile::by_columns(shared_.Q[0][c_]), Turn<kQStages>(n).stage * kQStep);
+    };
+    const auto K_matrix = [&](unsigned t) {
+      return advanced(KTile::by_columns(shared_.K[0]), Turn<kStages>(t).stage * kKStep);
+    };
+    const auto V_matrix = [&](unsigned t) {
+      return advanced(VTile::by_rows(shared_.V[0]), Turn<kStages>(t).stage * kVStep);
+    };
+    // S = Q K_t+1^T and O += P V_t, started together, in this consumer's turn.
+    const auto start_products = [&](unsigned t) {
+      const unsigned long long Q = Q_matrix(Q_tiles), K = K_matrix(t + 1), V = V_matrix(t);
+      const Turn<kStages> V_turn(t);
+      if (kPingPong) named_barrier_sync(kFirstTurn + c_, 2 * kWarpgroup);
+      wgmma_fence();
+      start_scores(S, Q, K);
+      mbarrier_wait(shared_.V_full[V_turn.stage], V_turn.parity);
+      wgmma_fence();  // the compiler wants one in each block of code, or it runs one at a time
+      start_outputs(O, P, V);
+      if (kPingPong) {
+        named_barrier_arrive(kFirstTurn + (c_ + 1 == kConsumers ? 0 : c_ + 1), 2 * kWarpgroup);
+      }
+    };
+    // Scores that are complete but for `pending` younger products become weights. True if O is to
+    // be rescaled.
+    const auto weigh = [&](auto pending, unsigned t, int j, const Tiles& of_work) {
+      wgmma_wait<pending>();
+      wgmma_use(S);
+      release(shared_.K_empty[Turn<kStages>(t).stage]);
+      if (j == of_work.begin) release(shared_.Q_empty[Turn<kQStages>(Q_tiles).stage][c_]);
+      hide(S, j, of_work, works);
+      const bool moved = softmax.fold(S, slope_, keep);
+      // The weights are made before P V is complete, not after it: the compiler moves nothing
+      // across both this use and the loop in the wait for the next K.
+      wgmma_use(S);
+      if (j > of_work.begin) wait_for_K(t + 1);
+      return moved;
+    };
 #pragma unroll 1
     for (;;) {
       // Nothing is in flight: the first work, or the one before has none to follow at once.
@@ -115,88 +158,60 @@ class Consumer {
         continue;
       }
       int j = of_work.end - 1;
-      FragmentSoftmax softmax;
+      softmax = FragmentSoftmax();
       clear(O);
+      wait_for_Q(Q_tiles);
+      wait_for_K(tiles);
       {
-        const Turn<kQStages> Q_turn(Q_tiles);
-        const Turn<kStages> K_turn(tiles);
-        mbarrier_wait(shared_.Q_full[Q_turn.stage][c_], Q_turn.parity);
-        mbarrier_wait(shared_.K_full[K_turn.stage], K_turn.parity);
+        const unsigned long long Q = Q_matrix(Q_tiles), K = K_matrix(tiles);
         wgmma_fence();
-        start_scores(S, advanced(Q_matrix, Q_turn.stage * kQStep),
-                     advanced(K_matrix, K_turn.stage * kKStep));
-        wgmma_wait<0>();
-        wgmma_use(S);
-        release(shared_.K_empty[K_turn.stage]);
-        if (j == of_work.begin) release(shared_.Q_empty[Q_turn.stage][c_]);
-        hide(S, j, of_work, work(works));
-        softmax.fold(S, slope_, keep);
-        pack_weights(S, P);
-        if (j > of_work.begin) wait_for_K(tiles + 1);
+        start_scores(S, Q, K);
       }
+      weigh(Number<0>(), tiles, j, of_work);
+      pack_weights(S, P);
 
       // P holds the weights of tile j, O the sum over the tiles of its work before.
 #pragma unroll 1
       for (;;) {
-        const bool last = j == of_work.begin;
+#pragma unroll 1
+        while (j > of_work.begin) {
+          --j;
+          start_products(tiles);
+          const bool moved = weigh(Number<1>(), tiles + 1, j, of_work);
+          wgmma_wait<0>();
+          wgmma_use(O);
+          release(shared_.V_empty[Turn<kStages>(tiles++).stage]);
+          if (__any_sync(kFullWarp, moved)) scale_rows(O, keep);
+          pack_weights(S, P);
+        }
+        // The same from the last tile of a work to the first of the next.
         const unsigned finished = works;
         float scale[kFragmentRows], lse[kFragmentRows];
-        bool more = true;
-        if (last) {
-          softmax.finish(slope_, scale, lse);
-          softmax = FragmentSoftmax();
-          ++Q_tiles;
-          of_work = tiles_of(++works);
-          more = of_work.begin < of_work.end;
-          j = of_work.end;
-        }
-        tiles = warp_uniform(tiles);
-        const Turn<kStages> V_turn(tiles++);
-        bool moved = false;
+        softmax.finish(slope_, scale, lse);
+        softmax = FragmentSoftmax();
+        of_work = tiles_of(++works);
+        ++Q_tiles;
+        const bool more = of_work.begin < of_work.end;
         if (more) {
-          --j;
-          const Turn<kQStages> Q_turn(warp_uniform(Q_tiles));
-          const Turn<kStages> K_turn(tiles);
-          if (last) {
-            mbarrier_wait(shared_.Q_full[Q_turn.stage][c_], Q_turn.parity);
-            wait_for_K(tiles);
-          }
-          if (kPingPong) named_barrier_sync(kFirstTurn + c_, 2 * kWarpgroup);
-          wgmma_fence();
-          start_scores(S, advanced(Q_matrix, Q_turn.stage * kQStep),
-                       advanced(K_matrix, K_turn.stage * kKStep));
-          mbarrier_wait(shared_.V_full[V_turn.stage], V_turn.parity);
-          wgmma_fence();  // the compiler wants one in each block of code, or it runs one at a time
-          start_outputs(O, P, advanced(V_matrix, V_turn.stage * kVStep));
-          if (kPingPong) {
-            named_barrier_arrive(kFirstTurn + (c_ + 1 == kConsumers ? 0 : c_ + 1), 2 * kWarpgroup);
-          }
-          wgmma_wait<1>();
-          wgmma_use(S);
-          release(shared_.K_empty[K_turn.stage]);
-          if (j == of_work.begin) release(shared_.Q_empty[Q_turn.stage][c_]);
-          hide(S, j, of_work, work(works));
-          moved = softmax.fold(S, slope_, keep);
-          // The weights are made before P V is complete, not after it: the compiler moves nothing
-          // across both this use and the loop in the wait for the next K.
-          wgmma_use(S);
-          if (j > of_work.begin) wait_for_K(tiles + 1);
+          j = of_work.end - 1;
+          wait_for_Q(Q_tiles);
+          wait_for_K(tiles + 1);
+          start_products(tiles);
+          weigh(Number<1>(), tiles + 1, j, of_work);
         } else {
+          const Turn<kStages> V_turn(tiles);
+          const unsigned long long V = V_matrix(tiles);
           mbarrier_wait(shared_.V_full[V_turn.stage], V_turn.parity);
           wgmma_fence();
-          start_outputs(O, P, advanced(V_matrix, V_turn.stage * kVStep));
+          start_outputs(O, P, V);
         }
         wgmma_wait<0>();
         wgmma_use(O);
-        release(shared_.V_empty[V_turn.stage]);
-        if (last) {
-          store(O, scale, lse, work(finished));
-          give_back(finished);
-          if (!more) break;
-          clear(O);
-        } else if (__any_sync(kFullWarp, moved)) {
-          scale_rows(O, keep);
-        }
+        release(shared_.V_empty[Turn<kStages>(tiles++).stage]);
+        store(O, scale, lse, work(finished));
+        give_back(finished);
+        if (!more) break;
+        clear(O);
         pack_weights(S, P);
       }
     }
@@ -206,6 +221,11 @@ class Consumer {
   static __device__ __forceinline__ void clear(float (&O)[kOutputs]) {
 #pragma unroll
     for (int x = 0; x < kOutputs; ++x) O[x] = 0.0f;
+  }
+
+  __device__ __forceinline__ void wait_for_Q(unsigned n) const {
+    const Turn<kQStages> turn(n);
+    mbarrier_wait(shared_.Q_full[turn.stage][c_], turn.parity);
   }
 
   __device__ __forceinline__ void wait_for_K(unsigned n) const {
@@ -251,8 +271,9 @@ class Consumer {
 
   // Scores of tile j that position hides become -inf.
   __device__ __forceinline__ void hide(float (&S)[kScores], int j, const Tiles& tiles,
-                                       const Work& work) const {
+                                       unsigned n) const {
     if (j >= tiles.unmasked_begin && j < tiles.unmasked_end) return;
+    const Work& work = this->work(n);
     const int first_column = j * kBc + threadIdx.x % 4 * 2;
     int end[kFragmentRows];
 #pragma unroll

@@ -41,11 +41,15 @@ def run(q, k, v, blocks=None, schedules=False, **options):
     return o, lse
 
 
-@pytest.mark.parametrize("tiles", _sm90.TABLE, ids=lambda t: f"{t.head_dim}-{t.head_dim_v}-{t.Bc}")
+@pytest.mark.parametrize(
+    "tiles", _sm90.TABLE, ids=lambda t: f"{t.head_dim}-{t.head_dim_v}-{t.Br}-{t.Bc}"
+)
 def test_each_row_of_the_table(tiles, monkeypatch):
     if reason := hostcuda.unavailable():
         pytest.skip(reason)
-    monkeypatch.setattr(_sm90, "TABLE", (dataclasses.replace(tiles, least_keys=0),))
+    monkeypatch.setattr(
+        _sm90, "TABLE", (dataclasses.replace(tiles, least_keys=0, most_causal_keys=None),)
+    )
     plan_cache = __import__("cupyflash.plan", fromlist=["_cached_plan"])._cached_plan
     plan_cache.cache_clear()
     try:
@@ -94,7 +98,9 @@ def test_what_is_left_to_other_kernels():
         asked(softcap=5.0)
 
 
-@pytest.mark.parametrize("tiles", _sm90.TABLE, ids=lambda t: f"{t.head_dim}-{t.head_dim_v}-{t.Bc}")
+@pytest.mark.parametrize(
+    "tiles", _sm90.TABLE, ids=lambda t: f"{t.head_dim}-{t.head_dim_v}-{t.Br}-{t.Bc}"
+)
 def test_products_are_asynchronous_and_nothing_spills(tiles):
     built = _compile.build("forward_sm90", tiles.options("bfloat16"), "sm_90a")
     assert "C75" not in built.log  # "wgmma.mma_async instructions are serialized"

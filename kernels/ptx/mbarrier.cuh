@@ -53,9 +53,20 @@ __device__ __forceinline__ bool mbarrier_try_wait(Mbarrier& barrier, unsigned pa
   return done;
 }
 
+// The same until the phase has ended: the loop is in the text, so that the compiler's control flow
+// stays straight, and what is uniform in it stays in uniform registers.
 __device__ __forceinline__ void mbarrier_wait(Mbarrier& barrier, unsigned parity) {
-  while (!mbarrier_try_wait(barrier, parity)) {
-  }
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@p bra done;\n"
+      "bra again;\n"
+      "done:\n"
+      "}" ::"r"(shared_address(&barrier)),
+      "r"(parity)
+      : "memory");
 }
 
 }  // namespace cupyflash
