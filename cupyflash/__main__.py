@@ -7,6 +7,7 @@
     python -m cupyflash plan     how a call would run: tiles, grid, HBM traffic; needs no GPU
     python -m cupyflash run      attention over arrays in .npy or .npz files
     python -m cupyflash demo     denoise a photograph by attention
+    python -m cupyflash bench    time attention against cuDNN, FlashAttention and plain CuPy
 
     python -m cupyflash plan --seqlen 4096 --head-dim 64 --dtype float32 --device H200
     python -m cupyflash run q.npy k.npy v.npy --causal -o o.npy
@@ -26,7 +27,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from cupyflash import __version__, _cli_info, _cli_plan, _cli_run, demo
+from cupyflash import __version__, _cli_bench, _cli_info, _cli_plan, _cli_run, demo
 from cupyflash._cli_common import CommandError, one_line
 
 _COMMANDS = {
@@ -34,6 +35,7 @@ _COMMANDS = {
     "plan": (_cli_plan, "how a call would run: tiles, grid, HBM traffic; needs no GPU"),
     "run": (_cli_run, "attention over arrays in .npy or .npz files"),
     "demo": (demo, "denoise a photograph by attention"),
+    "bench": (_cli_bench, "time attention against cuDNN, FlashAttention and plain CuPy"),
 }
 
 

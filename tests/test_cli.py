@@ -21,7 +21,7 @@ from cupyflash.plan import Algorithm1
 
 
 class TestMain:
-    @pytest.mark.parametrize("command", ["info", "plan", "run", "demo"])
+    @pytest.mark.parametrize("command", ["info", "plan", "run", "demo", "bench"])
     def test_every_command_has_help(self, command, capsys):
         with pytest.raises(SystemExit, match="0"):
             main([command, "--help"])
