@@ -94,8 +94,11 @@ class Timing:
 
     @property
     def rate(self) -> float | None:
-        """In the unit of the row."""
-        return None if self.seconds is None else self.row.rate(self.seconds)
+        """In the unit of the row; the plain call has the plain row's work."""
+        if self.seconds is None:
+            return None
+        plain = self.candidate == PLAIN and bool(self.row.option)
+        return (dataclasses.replace(self.row, option="") if plain else self.row).rate(self.seconds)
 
 
 @dataclasses.dataclass

@@ -100,16 +100,16 @@ class GpuWorkbench:
             texts["cuDNN"] = _bench_torch.cudnn_version(torch.backends.cudnn.version())
         return texts
 
-    def matmul(self, dtype: str) -> float | None:
+    def matmul(self, dtype: str, n: int | None = None) -> float | None:
         """TFLOP/s of a square matrix product, by torch if it is there; None where none can run."""
-        n = 8192 if element_type(dtype).itemsize == 2 else 4096
+        n = n or (8192 if element_type(dtype).itemsize == 2 else 4096)
         try:
             a, b = (self._normal((n, n), dtype) for _ in range(2))
             multiply = self._cupy.matmul
             if self._torch is not None:
                 a, b, multiply = self._to_torch(a), self._to_torch(b), self._torch.mm
             sample = self._gpu_timer(Candidate("matmul", lambda i: multiply(a, b)))
-            sample(0, 5)
+            sample(0, 20)  # until the clock has settled
             return 2 * n**3 / float(np.median([sample(0, 5) for _ in range(7)])) * 1e-12
         except Exception:  # no cuBLAS, a dtype that CuPy can't multiply: the rate is a by-product
             return None

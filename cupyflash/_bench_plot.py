@@ -58,7 +58,8 @@ def _colour(name: str, names: list[str]) -> str:
 def _panels(section: Section) -> list[tuple[str, Rows]]:
     """Rows that differ in head_dim or mask are apart where there are many."""
     if section.grid != "paper":
-        return [(section.title, section.rows)]
+        better = " (less is better)" if section.unit == HOST else ""
+        return [(f"{section.grid}, {section.dtype}, {section.unit}{better}", section.rows)]
     panels: dict[str, Rows] = {}
     for row, found in section.rows.items():
         mask = "causal" if row.causal else "not causal"
@@ -95,17 +96,18 @@ def _panel(title: str, rows: Rows, colours: dict[str, str], report: Report) -> l
             f'stroke="#e5e5e5"/><text x="{_LEFT - 6}" y="{y(rate) + 4:.1f}" text-anchor="end">'
             f"{rate:g}</text>"
         )
+    shown = [name for name in colours if any(name in found for found in rows.values())]
     step_width = (_WIDTH - _LEFT - 15) / len(rows)
+    width = 0.85 * step_width / max(len(shown), 1)
     for index, (row, found) in enumerate(rows.items()):
         left = _LEFT + index * step_width
-        width = 0.85 * step_width / max(len(colours), 1)
-        for place, (name, colour) in enumerate(colours.items()):
+        for place, name in enumerate(shown):
             timing = found.get(name)
             if timing is None or timing.rate is None:
                 continue
             parts.append(
                 f'<rect x="{left + place * width:.1f}" y="{y(timing.rate):.1f}" '
-                f'width="{width:.1f}" height="{floor - y(timing.rate):.1f}" fill="{colour}">'
+                f'width="{width:.1f}" height="{floor - y(timing.rate):.1f}" fill="{colours[name]}">'
                 f"<title>{escape(name)}: {timing.rate:.4g} {row.unit}</title></rect>"
             )
         if (value := known[row]) is not None:
@@ -134,14 +136,14 @@ def _label(row: Row, count: int, x: float, floor: float) -> list[str]:
 
 
 def _round_up(value: float) -> float:
-    """The next 1, 2, 4 or 8 times a power of ten.
+    """The next 1, 2, 3, 4, 6 or 8 times a power of ten.
 
     Examples
     --------
     >>> _round_up(655.0), _round_up(4.4), _round_up(0.03), _round_up(9.0)
-    (800.0, 8.0, 0.04, 10.0)
+    (800.0, 6.0, 0.03, 10.0)
     """
     power = 10.0 ** (len(str(int(value))) - 1) if value >= 1 else 1.0
     while power > value:
         power /= 10
-    return next(round(step * power, 12) for step in (1, 2, 4, 8, 10) if step * power >= value)
+    return next(round(step * power, 12) for step in (1, 2, 3, 4, 6, 8, 10) if step * power >= value)

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""bench without a GPU: its grids, how it takes samples, its arithmetic, its reference in float64."""
+"""bench without a GPU: its grids, its samples, its arithmetic, its reference in float64."""
 
 import contextlib
 import math
-import sys
-import types
-import warnings
 
-import numpy as np
 import pytest
 from bench_fakes import SPEEDS, FakeWorkbench, fake_report
 
-from cupyflash import _bench, _bench_gpu, _bench_grids, _bench_report, _bench_torch
+from cupyflash import _bench, _bench_grids, _bench_report
 from cupyflash._bench import Candidate, Report, Timing
 from cupyflash._bench_grids import BANDWIDTH, FLOPS, GRIDS, HOST, OPTIONS, Row, keep, rows_of
-from cupyflash.reference import attention_reference, visible
+from cupyflash.reference import visible
 
 
 class TestGrids:
@@ -234,122 +230,6 @@ class TestArithmetic:
         visible_part = window.tile_pairs(128, 64) / 4096**2
         timing = Timing(window, "ours", 1.1e-3 * visible_part, tile=(128, 64))
         assert _bench_report.overhead(timing, plain) == pytest.approx(0.1)
-
-
-class TestReference:
-    """The parts of the GPU's workbench that take any array module, with numpy's."""
-
-    @pytest.mark.parametrize("option", ["", "causal", *OPTIONS])
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-    def test_rows_are_those_of_the_oracle(self, option, dtype):
-        rng = np.random.default_rng(0)
-        given = {"causal": True} if option == "causal" else {"option": option}
-        row = Row("options", dtype, 2, 4, 2, 37, 700, 16, **given)
-
-        def normal(*shape):
-            return rng.standard_normal(shape).astype(_bench_grids.element_type(dtype))
-
-        arrays = normal(2, 4, 37, 16), normal(2, 2, 700, 16), normal(2, 2, 700, 16)
-        options = {"causal": row.causal}
-        if row.window:
-            options["window"] = row.window
-        if row.softcap:
-            options["softcap"] = row.softcap
-        if option == "alibi":
-            options["alibi_slopes"] = np.float32([0.5, 0.25, 0.125, 0.0625])
-        if row.extra_shape:
-            extra = normal(*row.extra_shape)
-            options |= {"mask": extra > -1} if "mask" in option else {"bias": extra}
-        expected, _ = attention_reference(*arrays, **options)
-        for head in (0, 3):
-            for step in (1, 5):
-                actual = _bench_gpu.reference_rows(np, row, arrays, options, head, step)
-                np.testing.assert_allclose(actual, expected[-1, head, ::step], rtol=1e-10)
-
-    def test_float64_reads_the_bits_of_bfloat16(self):
-        x = np.array([1.5, -2.0, 3e38, np.inf, 0.0]).astype(_bench_grids.element_type("bfloat16"))
-        np.testing.assert_array_equal(_bench_gpu.float64(x), x.astype(np.float64))
-        np.testing.assert_array_equal(_bench_gpu.float64(x[::2]), x[::2].astype(np.float64))
-
-    @pytest.mark.parametrize("heads_k", [4, 2, 1])
-    def test_plain_attention(self, heads_k):
-        rng = np.random.default_rng(1)
-        q = rng.standard_normal((2, 4, 9, 8))
-        k, v = rng.standard_normal((2, 2, heads_k, 30, 8))
-        expected, _ = attention_reference(q, k, v)
-        np.testing.assert_allclose(_bench_gpu.plain_attention(np, q, k, v), expected, rtol=1e-10)
-
-    def test_plain_attention_with_hidden_scores(self):
-        rng = np.random.default_rng(2)
-        q, k, v = rng.standard_normal((3, 1, 2, 9, 8))
-        hidden = np.where(np.tri(9, dtype=bool), 0.0, -np.inf)
-        expected, _ = attention_reference(q, k, v, causal=True)
-        actual = _bench_gpu.plain_attention(np, q, k, v, hidden)
-        np.testing.assert_allclose(actual, expected, rtol=1e-10)
-
-
-class TestTorch:
-    def torch(self, entered, messages=(), error=None):
-        """As much of torch as choosing a backend looks at."""
-
-        @contextlib.contextmanager
-        def sdpa_kernel(backend):
-            entered.append(backend)
-            yield
-
-        backends = types.SimpleNamespace(CUDNN_ATTENTION="cudnn!")
-        module = types.SimpleNamespace(sdpa_kernel=sdpa_kernel, SDPBackend=backends)
-        return types.SimpleNamespace(nn=types.SimpleNamespace(attention=module))
-
-    def test_one_backend(self):
-        entered = []
-        with _bench_torch.only_backend(self.torch(entered), "CUDNN_ATTENTION", "cudnn"):
-            pass
-        assert entered == ["cudnn!"]
-        with _bench_torch.only_backend(self.torch(entered), None, ""):
-            pass
-        assert entered == ["cudnn!"]
-
-    def test_refusal_has_torchs_reason(self):
-        with (
-            pytest.raises(RuntimeError, match=r"^Only half precision\.$"),
-            _bench_torch.only_backend(self.torch([]), "CUDNN_ATTENTION", "cudnn"),
-        ):
-            warnings.warn("cuDNN attention kernel not used because: (Triggered", stacklevel=1)
-            warnings.warn("Only half precision. (Triggered internally at x)", stacklevel=1)
-            raise RuntimeError("No available kernel. Aborting execution.")
-
-    def test_refusal_without_a_warning(self):
-        with (
-            pytest.raises(RuntimeError, match="No available kernel"),
-            _bench_torch.only_backend(self.torch([]), "CUDNN_ATTENTION", "cudnn"),
-        ):
-            raise RuntimeError("No available kernel. Aborting execution.")
-
-    def test_missing_torch(self, monkeypatch):
-        monkeypatch.setitem(sys.modules, "torch", None)
-        assert _bench_torch.import_torch() == (None, "not installed")
-
-    def test_broken_torch(self, tmp_path, monkeypatch):
-        (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: cannot open')")
-        monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.delitem(sys.modules, "torch", raising=False)
-        torch, reason = _bench_torch.import_torch()
-        assert torch is None
-        assert reason == "can't be imported: libtorch.so: cannot open"
-
-    @pytest.mark.parametrize(
-        ("peer", "grid", "timed"),
-        [
-            ("cuDNN", "paper", True),
-            ("torch unfused", "paper", False),
-            ("torch unfused", "float32", True),
-            ("torch's choice", "small", True),
-            ("torch's choice", "paper", False),
-        ],
-    )
-    def test_who_is_timed_where(self, peer, grid, timed):
-        assert _bench_gpu._concerns(peer, rows_of([grid])[0]) is timed
 
 
 def test_candidate_without_a_call_is_only_a_reason():
