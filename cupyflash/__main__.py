@@ -7,23 +7,27 @@
     python -m cupyflash plan     how a call would run: tiles, grid, HBM traffic; needs no GPU
     python -m cupyflash run      attention over arrays in .npy or .npz files
     python -m cupyflash demo     denoise a photograph by attention
+    python -m cupyflash bench    time attention against cuDNN, FlashAttention and plain CuPy
 
     python -m cupyflash plan --seqlen 4096 --head-dim 64 --dtype float32 --device H200
     python -m cupyflash run q.npy k.npy v.npy --causal -o o.npy
 
 ``COMMAND --help`` lists the options. The exit code is 0, 2 for what the user has to change (said
-on one line of stderr), and 130 after Ctrl-C.
+on one line of stderr), and 130 after Ctrl-C. A command whose reader goes away (``| head``) still
+does its work and writes its files.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from cupyflash import __version__, _cli_info, _cli_plan, _cli_run, demo
+from cupyflash import __version__, _cli_bench, _cli_info, _cli_plan, _cli_run, demo
 from cupyflash._cli_common import CommandError, one_line
 
 _COMMANDS = {
@@ -31,6 +35,7 @@ _COMMANDS = {
     "plan": (_cli_plan, "how a call would run: tiles, grid, HBM traffic; needs no GPU"),
     "run": (_cli_run, "attention over arrays in .npy or .npz files"),
     "demo": (demo, "denoise a photograph by attention"),
+    "bench": (_cli_bench, "time attention against cuDNN, FlashAttention and plain CuPy"),
 }
 
 
@@ -57,10 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     args = _parser().parse_args(argv)
     module, _ = _COMMANDS[args.command]
+    stdout = None if sys.stdout is None else _Output(sys.stdout)  # None: closed before the start
     try:
-        module.command(args)
-        if sys.stdout is not None:  # closed before the start
-            sys.stdout.flush()
+        with contextlib.redirect_stdout(stdout):
+            module.command(args)
+            if stdout is not None:
+                stdout.flush()
     except CommandError as error:
         print(f"cupyflash {args.command}: {error}", file=sys.stderr)
         return 2
@@ -68,12 +75,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\ncupyflash {args.command}: interrupted", file=sys.stderr)
         return 130
     except OSError as error:
-        # stdout takes no more, and nothing must be flushed into it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # its reader (head, a pager) has gone
-            print(f"cupyflash {args.command}: {one_line(error)}", file=sys.stderr)
-            return 2
+        if stdout is not None:
+            stdout.discard()
+        print(f"cupyflash {args.command}: {one_line(error)}", file=sys.stderr)
+        return 2
     return 0
+
+
+class _Output:
+    """stdout, which falls silent when its reader (head, a pager) has gone."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write, or drop what nobody reads."""
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self.discard()
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, or drop what nobody reads."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self.discard()
+
+    def discard(self) -> None:
+        """Write to nowhere from now on: nothing must be flushed into the stream at exit."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""What the commands share: their one-line errors, the choice of a device, options, file outputs."""
+"""What the commands share: their one-line errors, the choice of a device, options, file outputs,
+progress."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import stat
+import time
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from cupyflash import _arrays
 from cupyflash.plan import Plan
@@ -178,3 +180,39 @@ def bytes_text(count: int) -> str:
     while size >= 1024:
         size, unit = size / 1024, unit + 1
     return f"{size:.4g} {('', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[unit]}"
+
+
+class Progress:
+    """A bar that is redrawn on a terminal; elsewhere, a line at each quarter of the work."""
+
+    _WIDTH = 40
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._terminal = stream.isatty()
+        self._start = time.perf_counter()
+        self._shown = 0
+        self._open = False  # a bar without the end of its line
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` parts are finished."""
+        steps = self._WIDTH if self._terminal else 4
+        reached = done * steps // total
+        if reached == self._shown:
+            return
+        self._shown = reached
+        state = f"{100 * reached // steps:3d} %  {time.perf_counter() - self._start:.1f} s"
+        if self._terminal:
+            bar = "#" * reached + "." * (steps - reached)
+            self._open = done != total
+            self._stream.write(f"\r[{bar}] {state}" + ("\n" if done == total else ""))
+        else:
+            self._stream.write(f"{state}\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """End the line of a bar that has not reached its end."""
+        if self._open:
+            self._stream.write("\n")
+            self._stream.flush()
+            self._open = False

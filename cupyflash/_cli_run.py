@@ -99,8 +99,6 @@ def command(args: argparse.Namespace) -> None:
         if cupy:
             o, lse = cupy.asnumpy(o), cupy.asnumpy(lse)
         seconds = time.perf_counter() - start
-    except BrokenPipeError:  # from print: nobody reads what is said
-        raise
     except (TypeError, ValueError, ImportError, OSError, MemoryError) as error:
         raise CommandError(one_line(error)) from error
     writers = {args.output: npy_writer(o)}

@@ -11,13 +11,14 @@ import argparse
 import math
 import sys
 import time
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from cupyflash import _nlm, _problem, host
 from cupyflash._cli_common import (
     CommandError,
+    Progress,
     add_device_option,
     check_target,
     install_command,
@@ -188,33 +189,6 @@ def denoise(
         filtered, _ = host.run(problem, progress=progress)
     seconds = time.perf_counter() - start
     return filtered.reshape(noisy.shape) + mean, seconds
-
-
-class Progress:
-    """A bar that is redrawn on a terminal; elsewhere, a line at each quarter of the work."""
-
-    _WIDTH = 40
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._terminal = stream.isatty()
-        self._start = time.perf_counter()
-        self._shown = 0
-
-    def __call__(self, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` parts are finished."""
-        steps = self._WIDTH if self._terminal else 4
-        reached = done * steps // total
-        if reached == self._shown:
-            return
-        self._shown = reached
-        state = f"{100 * reached // steps:3d} %  {time.perf_counter() - self._start:.1f} s"
-        if self._terminal:
-            bar = "#" * reached + "." * (steps - reached)
-            self._stream.write(f"\r[{bar}] {state}" + ("\n" if done == total else ""))
-        else:
-            self._stream.write(f"{state}\n")
-        self._stream.flush()
 
 
 def save_png(stream: BinaryIO, pictures: list[np.ndarray]) -> None:

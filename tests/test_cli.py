@@ -3,6 +3,7 @@
 
 import argparse
 import importlib.metadata
+import io
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from cupyflash.plan import Algorithm1
 
 
 class TestMain:
-    @pytest.mark.parametrize("command", ["info", "plan", "run", "demo"])
+    @pytest.mark.parametrize("command", ["info", "plan", "run", "demo", "bench"])
     def test_every_command_has_help(self, command, capsys):
         with pytest.raises(SystemExit, match="0"):
             main([command, "--help"])
@@ -356,6 +357,38 @@ class TestPlan:
         assert result.returncode == 0
         assert result.stderr == ""
         assert "B_c" in result.stdout
+
+
+class TestProgress:
+    def test_bar_on_a_terminal(self):
+        stream = io.StringIO()
+        stream.isatty = lambda: True
+        progress = _cli_common.Progress(stream)
+        for done in range(1, 1001):
+            progress(done, 1000)
+        drawn = stream.getvalue().split("\r")[1:]
+        assert len(drawn) == 40
+        assert drawn[19].startswith("[" + "#" * 20 + "." * 20 + "]  50 %")
+        assert drawn[-1].startswith("[" + "#" * 40 + "] 100 %")
+        assert stream.getvalue().count("\n") == 1
+
+    def test_lines_elsewhere(self):
+        stream = io.StringIO()
+        progress = _cli_common.Progress(stream)
+        for done in range(1, 8):
+            progress(done, 7)
+        percents = [int(line.split("%")[0]) for line in stream.getvalue().splitlines()]
+        assert percents == [25, 50, 75, 100]
+
+    def test_close_ends_the_line(self):
+        stream = io.StringIO()
+        stream.isatty = lambda: True
+        progress = _cli_common.Progress(stream)
+        progress(1, 2)
+        progress.close()
+        progress.close()
+        assert stream.getvalue().endswith("s\n")
+        assert stream.getvalue().count("\n") == 1
 
 
 @pytest.mark.parametrize(
