@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -296,6 +297,7 @@ def wgmma(name: str, kind: str) -> Callable[[np.random.Generator], Case]:
             output = Output(label, D, expected.astype(np.float32))
         else:
             output = _cut_off(label, D, expected, magnitude, kind)
+        output = dataclasses.replace(output, computed=int((~untouched).sum()))
         words = [x.view(np.uint16) for x in (A, B_columns, B_rows)]
         return Case("wgmma", (*words, C, D), (output,), block=128, grid=(13, 6),
                     smem_bytes=80 * 1024, options=(f"-DPROBE_TYPE=k{name.capitalize()}",),
