@@ -135,7 +135,7 @@ FAULTS = {
         "if (t == 0) mbarrier_arrive_expect_tx(barrier, fault ? 128 : 0);\n"
         "if (t >= 32) mbarrier_wait(barrier, 0); __syncthreads(); y[t] = x[t];",
         {},
-        "deadlock.*threads 0-31: wait in __syncthreads.*threads 32-63: wait in mbarrier_try_wait",
+        "deadlock.*threads 0-31: wait in __syncthreads.*threads 32-63: wait in mbarrier",
     ),
     "mbarrier whose buffer is never given back": (
         # A ring of one buffer; the reader leaves out its last arrival but one.
@@ -146,7 +146,7 @@ FAULTS = {
         "else { mbarrier_wait(full, i % 2); y[t - 32] = s[t - 32];\n"
         "if (!fault || i != 2) mbarrier_arrive(empty); } }",
         {"smem": 256},
-        "deadlock.*threads 0-31: wait in mbarrier_try_wait.*threads 32-63: wait in mbarrier_try_wait",
+        "deadlock.*threads 0-31: wait in mbarrier_try_wait.*threads 32-63: wait in mbarrier",
     ),
     "mbarrier waited for by the wrong parity": (
         _BARRIER + "if (t == 0) mbarrier_init(barrier, 64); __syncthreads();\n"
