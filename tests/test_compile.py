@@ -171,6 +171,28 @@ def test_unknown_architecture(cache):
         build(architecture="sm_35")
 
 
+@pytest.mark.parametrize(
+    ("kernel", "architecture", "reason"),
+    [
+        ("forward_sm80", "sm_75", "cp.async exists from sm_80 on"),
+        ("forward_sm90", "sm_80", "wgmma exists on sm_90a only: build with -arch=sm_90a"),
+        ("forward_sm90", "sm_90", "wgmma exists on sm_90a only: build with -arch=sm_90a"),
+        ("forward_sm90", "sm_100", "wgmma exists on sm_90a only: build with -arch=sm_90a"),
+    ],
+)
+def test_kernel_for_another_architecture(cache, kernel, architecture, reason):
+    options = next(o for name, o, _ in tiling.specialisations() if name == kernel)
+    with pytest.raises(RuntimeError) as caught:
+        _compile.build(kernel, options, architecture)
+    what, log = str(caught.value).split("\n", 1)
+    assert what.startswith(
+        f"cupyflash: kernel '{kernel}' with options {' '.join(options)} does not"
+    )
+    assert f"build for {architecture} with NVRTC" in what
+    assert f'#error directive: "{reason}"' in log
+    assert len(log.splitlines()) < 10
+
+
 def test_missing_cuda_headers_are_one_line_that_says_what_to_install(cache, monkeypatch):
     monkeypatch.setattr(_compile, "_toolkit", lambda: (None, "none"))
     with pytest.raises(RuntimeError) as caught:
