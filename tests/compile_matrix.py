@@ -3,21 +3,31 @@
 
     make compile [KERNEL=name]
 
-One line per specialisation and architecture; "blocks" is how many thread blocks of the largest size
-a multiprocessor holds by its registers and threads (dynamic shared memory is the plan's matter, and
-limits them further). The exit code is 1 if one spills, keeps a stack frame or does not build.
+One line per specialisation and architecture; "smem" is static and dynamic shared memory of a block,
+"blocks" how many thread blocks of the largest size a multiprocessor holds. The exit code is 1 if
+one spills, keeps a stack frame, takes more than the architecture has, or does not build.
+
+What was built without a fault is remembered in ``build/compiled/`` by all that a build depends on,
+so that ``make test`` builds what has changed since.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import hashlib
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-from cupyflash import _compile, devices, tiling
+import numpy as np
+
+from cupyflash import _compile, _problem, _sm80, _sm90, devices, tiling
 
 Case = tuple[str, tuple[str, ...], str]
+CHECKED = Path(__file__).resolve().parent.parent / "build" / "compiled"
 
 
 def cases(kernel: str | None = None) -> Iterator[Case]:
@@ -36,17 +46,94 @@ def label(options: tuple[str, ...]) -> str:
     return " ".join(option.removeprefix("-DCUPYFLASH_").lower() for option in options)
 
 
-def faults(build: _compile.Build) -> list[str]:
-    """What a build must not have: thread-private data that went to local memory, and warnings.
+def tiles(kernel: str, options: tuple[str, ...]) -> _sm80.Tiles | _sm90.Tiles | None:
+    """The row of a tile table behind a specialisation; None where sizes are run-time numbers."""
+    table = {_sm80.KERNEL: _sm80.Tiles, _sm90.KERNEL: _sm90.Tiles}.get(kernel)
+    if table is None:
+        return None
+    macros = dict(option.removeprefix("-DCUPYFLASH_").split("=") for option in options)
+    dtype = macros["ELEMENT"]
+    known = {"itemsize": np.dtype(getattr(_problem, dtype, dtype)).itemsize}
+    names = [field.name for field in dataclasses.fields(table)]
+    known |= {name: int(macros[name.upper()]) for name in names if name.upper() in macros}
+    return table(**{name: known[name] for name in names if name in known})
 
-    The tile table says where a spill is allowed.
+
+def dynamic_smem_bytes(kernel: str, options: tuple[str, ...], architecture: str) -> int:
+    """Dynamic shared memory of a block; the most of it, where it is a run-time number."""
+    if kernel == "fa1_forward":  # M of the paper: all that there is
+        return devices.architecture_device(architecture).smem_block_bytes
+    row = tiles(kernel, options)
+    return row.smem_bytes if row else 0
+
+
+def resident_blocks(build: _compile.Build) -> int:
+    """Thread blocks of the largest size on a multiprocessor."""
+    smem_bytes = build.static_smem_bytes + dynamic_smem_bytes(
+        build.kernel, build.options, build.architecture
+    )
+    device = devices.architecture_device(build.architecture)
+    return device.resident_blocks(build.max_threads, build.registers, smem_bytes)
+
+
+def faults(build: _compile.Build) -> list[str]:
+    """What a build must not have.
+
+    Thread-private data that went to local memory, more shared memory than there is, fewer blocks on
+    a multiprocessor than the tile table counts on, and warnings. The table says where a spill is
+    allowed.
     """
     found = []
     allowed = tiling.spill_bytes_allowed(build.kernel, build.architecture)
     for name in ("spill_store_bytes", "spill_load_bytes", "stack_bytes"):
         if (count := getattr(build, name)) > allowed:
             found.append(f"{name} {count}")
+    limit = devices.architecture_device(build.architecture).smem_block_bytes
+    dynamic = dynamic_smem_bytes(build.kernel, build.options, build.architecture)
+    if build.static_smem_bytes + dynamic > limit:
+        found.append(
+            f"shared memory {build.static_smem_bytes} static + {dynamic} dynamic, of {limit}"
+        )
+    expected = getattr(tiles(build.kernel, build.options), "blocks", 1)
+    if (blocks := resident_blocks(build)) < expected:
+        found.append(f"blocks on a multiprocessor {blocks}, expected {expected}")
     found += [line.strip() for line in build.log.splitlines() if "warning" in line.lower()]
+    return found
+
+
+def included(kernel: str, sources: dict[str, bytes]) -> dict[str, bytes]:
+    """The kernel's text and those that it includes, however deep and under whatever condition."""
+    wanted, found = [f"{kernel}.cu"], {}
+    while wanted:
+        name = wanted.pop()
+        if name in sources and name not in found:
+            found[name] = sources[name]
+            wanted += [n.decode() for n in re.findall(rb'#include "([^"]+)"', sources[name])]
+    return found
+
+
+def _stamp(case: Case) -> Path:
+    kernel, options, architecture = case
+    texts = included(kernel, _compile.kernel_sources())
+    key = _compile._key(kernel, options, architecture, texts)
+    rules = (
+        tiling.spill_bytes_allowed(kernel, architecture),
+        dynamic_smem_bytes(kernel, options, architecture),
+    )
+    return CHECKED / hashlib.sha256(f"{key} {rules}".encode()).hexdigest()[:32]
+
+
+def is_checked(case: Case) -> bool:
+    """Whether this very build, by this NVRTC, had no fault."""
+    return _stamp(case).exists()
+
+
+def check(case: Case) -> list[str]:
+    """Faults of a build, remembered where there are none."""
+    found = faults(_compile.build(*case))
+    if not found:
+        CHECKED.mkdir(parents=True, exist_ok=True)
+        _stamp(case).touch()
     return found
 
 
@@ -58,14 +145,14 @@ def main() -> int:
 
     print("NVRTC {}.{}".format(*_compile.nvrtc_version()))
     print(
-        f"{'kernel':20} {'specialisation':34} {'arch':8} {'regs':>4} {'spill':>5} {'stack':>5} "
-        f"{'smem':>6} {'threads':>7} {'blocks':>6} {'seconds':>7}"
+        f"{'kernel':14} {'arch':7} {'regs':>4} {'spill':>5} {'stack':>5} {'smem':>11} "
+        f"{'threads':>7} {'blocks':>6} {'seconds':>7}  specialisation"
     )
     failures = count = 0
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for case, line, wrong in pool.map(_line, cases(arguments.kernel)):
             count += 1
-            print(f"{case[0]:20} {label(case[1]):34} {case[2]:8} {line}", flush=True)
+            print(f"{case[0]:14} {case[2]:7} {line:51}  {label(case[1])}", flush=True)
             if wrong:
                 failures += 1
                 print("    " + "\n    ".join(wrong), flush=True)
@@ -78,15 +165,13 @@ def _line(case: Case) -> tuple[Case, str, list[str]]:
         build = _compile.build(*case)
     except RuntimeError as error:
         return case, "does not build", str(error).splitlines()
-    blocks = devices.architecture_device(build.architecture).resident_blocks(
-        build.max_threads, build.registers, build.static_smem_bytes
-    )
+    smem = f"{build.static_smem_bytes}+{dynamic_smem_bytes(*case)}"
     numbers = (
         f"{build.registers:4} {build.spill_store_bytes + build.spill_load_bytes:5} "
-        f"{build.stack_bytes:5} {build.static_smem_bytes:6} {build.max_threads:7} {blocks:6} "
+        f"{build.stack_bytes:5} {smem:>11} {build.max_threads:7} {resident_blocks(build):6} "
         f"{build.seconds:7.2f}"
     )
-    return case, numbers, faults(build)
+    return case, numbers, check(case)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""Profiles of hypothesis, the GPU that may be there, and the narrowing to one kernel."""
+"""Profiles of hypothesis, the GPU that may be there, the narrowing to one kernel, a summary."""
 
 from __future__ import annotations
 
 import functools
 import os
 import sys
+from collections import Counter
 
+import hostcuda
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -74,3 +76,53 @@ def _concerns(item, kernel):
     """Whether a test belongs to a kernel: by its marker, by a parameter, or by its name."""
     marked = any(kernel in marker.args for marker in item.iter_markers("kernel"))
     return marked or kernel in item.nodeid
+
+
+# ---- what the run says at its end ----------------------------------------------------------------
+
+# Launches by kernel and options, of this process and of xdist's workers that are done.
+_on_gpu: Counter = Counter()
+_launches = {"the CPU": hostcuda.launches, "a GPU": _on_gpu}
+
+
+def pytest_configure():
+    load = _compile.load
+
+    # Called once before each launch.
+    @functools.wraps(load)
+    def counted(kernel, options, *rest):
+        function = load(kernel, options, *rest)
+        if kernel in _compile.kernel_names():
+            _on_gpu[kernel, tuple(options)] += 1
+        return function
+
+    _compile.load = counted
+
+
+def pytest_sessionfinish(session):
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        for place, counts in _launches.items():
+            output[place] = [(kernel, options, n) for (kernel, options), n in counts.items()]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    for place, counts in _launches.items():
+        for kernel, options, n in getattr(node, "workeroutput", {}).get(place, ()):
+            counts[kernel, tuple(options)] += n
+
+
+def pytest_terminal_summary(terminalreporter):
+    for place, counts in _launches.items():
+        if counts:
+            kernels = sorted({kernel for kernel, _ in counts})
+            terminalreporter.write_line(
+                f"{counts.total()} kernel launches on {place}, of {len(counts)} specialisations of "
+                f"{len(kernels)} kernels: {', '.join(kernels)}"
+            )
+    reports = terminalreporter.getreports("passed")
+    measured = [text for r in reports for name, text in r.user_properties if name == "ptx twin"]
+    if measured:
+        terminalreporter.section("instructions on the GPU and their twins on the CPU")
+        for text in measured:
+            terminalreporter.write_line(text)

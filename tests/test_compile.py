@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import random
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
+import compile_matrix
 import pytest
-from compile_matrix import faults, label
+from compile_matrix import cases, check, faults, is_checked, label
 
 from cupyflash import _cache, _compile, devices, tiling
 
@@ -59,7 +63,50 @@ def specialisations_to_test():
 
 @pytest.mark.parametrize(("kernel", "options", "architecture"), list(specialisations_to_test()))
 def test_specialisation_builds_without_spills(kernel, options, architecture):
-    assert faults(_compile.build(kernel, options, architecture)) == []
+    assert check((kernel, options, architecture)) == []
+
+
+def test_what_has_changed_builds_without_spills():
+    """Further architectures and tiles, as far as a minute goes; `make compile` builds all."""
+    seconds = float(os.environ.get("CUPYFLASH_COMPILE_SECONDS", "60"))
+    kernel = os.environ.get("CUPYFLASH_TEST_KERNEL") or None
+    changed = [case for case in cases(kernel) if not is_checked(case)]
+    random.Random(0).shuffle(changed)  # or the first kernel takes all of the minute
+    end, found = time.monotonic() + seconds, {}
+    while changed and time.monotonic() < end:
+        case = changed.pop(0)
+        if wrong := check(case):
+            found[case] = wrong
+    assert found == {}
+
+
+def test_a_build_without_faults_is_remembered(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(compile_matrix, "CHECKED", tmp_path / "compiled")
+    monkeypatch.setattr(_compile, "kernel_sources", lambda: dict(SOURCES))
+    case = ("probe", (), "sm_80")
+    assert not is_checked(case)
+    assert check(case) == []
+    assert is_checked(case)
+    assert not is_checked(("probe", ("-DX=1",), "sm_80"))
+    assert not is_checked(("probe", (), "sm_90a"))
+    monkeypatch.setattr(_compile, "kernel_sources", lambda: SOURCES | {"other.cu": b"// unrelated"})
+    assert is_checked(case)
+    monkeypatch.setattr(_compile, "kernel_sources", lambda: dict(EDITED))
+    assert not is_checked(case)
+
+
+def test_shared_memory_and_blocks_are_held_against_the_architecture():
+    kernel = "forward_sm80"
+    options = next(o for name, o, _ in tiling.specialisations() if name == kernel)
+    row = compile_matrix.tiles(kernel, options)
+    assert row.options("float16", False) == options
+    assert compile_matrix.dynamic_smem_bytes(kernel, options, "sm_80") == row.smem_bytes > 0
+    good = _compile.build(kernel, options, "sm_80")
+    assert faults(good) == []
+    too_much = dataclasses.replace(good, static_smem_bytes=160_000)
+    assert any("of 166912" in fault for fault in faults(too_much))
+    crowded = dataclasses.replace(good, registers=255, max_threads=256)
+    assert faults(crowded) == [f"blocks on a multiprocessor 1, expected {row.blocks}"]
 
 
 def test_every_kernel_has_specialisations():
@@ -169,6 +216,28 @@ def test_compile_error_names_the_kernel_and_keeps_the_log(cache):
 def test_unknown_architecture(cache):
     with pytest.raises(RuntimeError, match=r"sm_35 with NVRTC .* does not know the architecture"):
         build(architecture="sm_35")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "architecture", "reason"),
+    [
+        ("forward_sm80", "sm_75", "cp.async exists from sm_80 on"),
+        ("forward_sm90", "sm_80", "wgmma exists on sm_90a only: build with -arch=sm_90a"),
+        ("forward_sm90", "sm_90", "wgmma exists on sm_90a only: build with -arch=sm_90a"),
+        ("forward_sm90", "sm_100", "wgmma exists on sm_90a only: build with -arch=sm_90a"),
+    ],
+)
+def test_kernel_for_another_architecture(cache, kernel, architecture, reason):
+    options = next(o for name, o, _ in tiling.specialisations() if name == kernel)
+    with pytest.raises(RuntimeError) as caught:
+        _compile.build(kernel, options, architecture)
+    what, log = str(caught.value).split("\n", 1)
+    assert what.startswith(
+        f"cupyflash: kernel '{kernel}' with options {' '.join(options)} does not"
+    )
+    assert f"build for {architecture} with NVRTC" in what
+    assert f'#error directive: "{reason}"' in log
+    assert len(log.splitlines()) < 10
 
 
 def test_missing_cuda_headers_are_one_line_that_says_what_to_install(cache, monkeypatch):

@@ -94,6 +94,9 @@ def test_what_is_left_to_other_kernels():
     ):
         with pytest.raises(ValueError, match=r"'forward_sm90' .*leave kernel=None"):
             asked(**declined)
+    for name, has in (("A100", "8.0"), ("RTX 4090", "8.9"), ("B200", "10.0")):
+        with pytest.raises(ValueError, match=rf"needs compute capability 9.0, {name} has {has}"):
+            asked(device=name)
     with pytest.raises(ValueError, match=r"'forward_sm90' takes no softcap.*leave kernel=None"):
         asked(softcap=5.0)
 

@@ -23,6 +23,7 @@ def test_unavailable_only_where_that_is_allowed():
 
 # ---- faults that end the launch: body, launch arguments, what the report says --------------------
 
+_BARRIER = "__shared__ cupyflash::Mbarrier barrier; "
 FAULTS = {
     "read past an array": (
         "y[t] = x[fault ? n : t];",
@@ -123,14 +124,46 @@ FAULTS = {
         {},
         "barrier 1 joined for 64 threads; others joined it for 96",
     ),
+    "mbarrier that waits for one arrival too many": (
+        _BARRIER + "if (t == 0) mbarrier_init(barrier, 64 + fault); __syncthreads();\n"
+        "mbarrier_arrive(barrier);\nmbarrier_wait(barrier, 0); y[t] = x[t];",
+        {},
+        "deadlock.*threads 0-63: wait in mbarrier_try_wait at probe.cu:\\d+",
+    ),
+    "mbarrier that waits for bytes that nobody copies": (
+        _BARRIER + "if (t == 0) mbarrier_init(barrier, 1); __syncthreads();\n"
+        "if (t == 0) mbarrier_arrive_expect_tx(barrier, fault ? 128 : 0);\n"
+        "if (t >= 32) mbarrier_wait(barrier, 0); __syncthreads(); y[t] = x[t];",
+        {},
+        "deadlock.*threads 0-31: wait in __syncthreads.*threads 32-63: wait in mbarrier",
+    ),
+    "mbarrier whose buffer is never given back": (
+        # A ring of one buffer; the reader leaves out its last arrival but one.
+        "extern __shared__ float s[]; __shared__ cupyflash::Mbarrier full, empty;\n"
+        "if (t == 0) mbarrier_init(full, 32), mbarrier_init(empty, 32); __syncthreads();\n"
+        "for (int i = 0; i < 4; ++i) {\n"
+        "if (t < 32) { mbarrier_wait(empty, i % 2 ^ 1); s[t] = x[t] + i; mbarrier_arrive(full); }\n"
+        "else { mbarrier_wait(full, i % 2); y[t - 32] = s[t - 32];\n"
+        "if (!fault || i != 2) mbarrier_arrive(empty); } }",
+        {"smem": 256},
+        "deadlock.*threads 0-31: wait in mbarrier_try_wait.*threads 32-63: wait in mbarrier",
+    ),
+    "mbarrier waited for by the wrong parity": (
+        _BARRIER + "if (t == 0) mbarrier_init(barrier, 64); __syncthreads();\n"
+        "mbarrier_arrive(barrier); mbarrier_wait(barrier, 0);\n"
+        "mbarrier_wait(barrier, fault); y[t] = x[t];",
+        {},
+        "deadlock.*threads 0-63: wait in mbarrier_try_wait",
+    ),
     "assertion": ("assert(!fault || t != 7); y[t] = x[t];", {}, "assertion failed.*\\(7, 0, 0\\)"),
     "trap": ("if (fault) __trap(); y[t] = x[t];", {}, "__trap.*at probe.cu:\\d+"),
 }
 
 
 def fault_source(name: str) -> str:
-    include = '#include "ptx/named_barrier.cuh"\n' if "named_barrier" in FAULTS[name][0] else ""
-    return include + kernel(FAULTS[name][0])
+    body = FAULTS[name][0]
+    used = [header for header in ("named_barrier", "mbarrier") if header in body]
+    return "".join(f'#include "ptx/{header}.cuh"\n' for header in used) + kernel(body)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,6 +3,10 @@
 // PTX manual: "Data Movement and Conversion: Non-bulk asynchronous copy".
 #pragma once
 
+#if __CUDA_ARCH__ < 800
+#error "cp.async exists from sm_80 on"
+#endif
+
 #include "ptx/shared_address.cuh"
 
 namespace cupyflash {

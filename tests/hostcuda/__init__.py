@@ -5,7 +5,7 @@ The driver takes a launch record as the GPU path does, with numpy arrays. See
 ``docs/host-execution.md``.
 """
 
-from hostcuda.launch import HostFault, Schedule, empty, run, run_schedules, zeros
+from hostcuda.launch import HostFault, Schedule, empty, launches, run, run_schedules, zeros
 from hostcuda.modules import compile_many
 from hostcuda.toolchain import unavailable
 
@@ -14,6 +14,7 @@ __all__ = [
     "Schedule",
     "compile_many",
     "empty",
+    "launches",
     "run",
     "run_schedules",
     "unavailable",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,9 @@ class Schedule:
         if self.landing not in _LANDINGS:
             raise ValueError(f"Schedule: landing is {self.landing!r}; expected one of {_LANDINGS}")
 
+
+# How often kernels of this project have run in this process, by kernel and options.
+launches: Counter[tuple[str, tuple[str, ...]]] = Counter()
 
 SCHEDULES = (
     Schedule(),
@@ -146,9 +150,10 @@ class _Argument:
 class _Request:
     """A record's launch in bytes, to be sent any number of times."""
 
-    def __init__(self, record: Any) -> None:
+    def __init__(self, record: Any, ours: bool) -> None:
         _check_limits(record)
         self.record = record
+        self.ours = ours  # of the project's kernels, as they stand
         self.arguments: list[_Argument] = []
         found: dict[tuple[Any, ...], int] = {}
         pointers = []
@@ -199,6 +204,8 @@ class _Request:
         except process.ServerDied as died:
             process.forget(program)
             raise HostFault(self._summary(schedule), str(died)) from None
+        if self.ours:
+            launches[record.kernel, tuple(record.options)] += 1
         return [np.frombuffer(block, np.uint8) for block in blocks], printed
 
     def check(self, blocks: list[np.ndarray], schedule: Schedule, writes: set[str] | None) -> None:
@@ -307,7 +314,7 @@ def run(
     ValueError
         If a GPU would refuse the launch.
     """
-    request = _Request(record)
+    request = _Request(record, kernels is None and source is None)
     program = compiled(source_of(record, kernels, source), sanitizer)
     schedule = schedule or Schedule()
     blocks, printed = request.run(program, schedule, timeout)
@@ -336,7 +343,7 @@ def run_schedules(
     HostFault
         If two schedules differ in any bit, or for what :func:`run` raises.
     """
-    request = _Request(record)
+    request = _Request(record, kernels is None and source is None)
     program = compiled(source_of(record, kernels, source), sanitizer)
     allowed = None if writes is None else set(writes)
     first: tuple[Schedule, list[np.ndarray]] | None = None
