@@ -7,6 +7,7 @@ with the twins of ``tests/hostcuda/ptx/``.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import os
@@ -132,7 +133,7 @@ class Case:
         for tensor_map in record.tensor_maps:
             address = there[id(tensor_map.pointer.array)].data.ptr
             encoded = _tensormap.encode(tensor_map, address)
-            params[: len(encoded)] = encoded
+            params[: _tensormap.BYTES] = ctypes.string_at(int(encoded.getPtr()), _tensormap.BYTES)
         argument = np.frombuffer(params, dtype=f"V{len(params)}")
         function(record.grid, record.block, (argument,), shared_mem=record.smem_bytes)
         return [cupy.asnumpy(there[id(output.array)]) for output in self.outputs]
@@ -154,7 +155,7 @@ class Case:
         geometry: Any = None
         if self.tensor_map is not None:
             inputs.append(self.tensor_map.pointer.array)
-            geometry = self.tensor_map.geometry
+            geometry = dataclasses.replace(self.tensor_map, pointer=None)
         parts = [x.tobytes() if isinstance(x, np.ndarray) else repr(x).encode() for x in inputs]
         parts += [repr((self.options, geometry)).encode()]
         parts += [f"{name}\0{text}".encode() for name, (text, _) in sorted(files.items())]
