@@ -121,7 +121,7 @@ def aligned(array: Any) -> Any:
     shape, strides = (*array.shape, array.dtype.itemsize), (*array.strides, 1)
     with array.device:
         every_byte = cupy.ndarray(shape, np.uint8, memptr=array.data, strides=strides)
-        return cupy.ascontiguousarray(every_byte).view(array.dtype)[..., 0]
+        return every_byte.copy().view(array.dtype)[..., 0]
 
 
 class _Addresses:
@@ -137,7 +137,7 @@ class _Addresses:
         }
 
 
-def _bounds(array: Any) -> tuple[int, int]:
+def bounds(array: Any) -> tuple[int, int]:
     """Addresses of the first byte of a non-empty array and of the one behind its last."""
     first = end = address(array)
     for stride, n in zip(array.strides, array.shape, strict=True):
@@ -152,7 +152,7 @@ def overlap(a: Any, b: Any) -> bool:
     """Whether two arrays share an element; True where finding out would take too long."""
     if a.size == 0 or b.size == 0:
         return False
-    (a_first, a_end), (b_first, b_end) = _bounds(a), _bounds(b)
+    (a_first, a_end), (b_first, b_end) = bounds(a), bounds(b)
     if a_end <= b_first or b_end <= a_first:
         return False
     a, b = np.asarray(_Addresses(a)), np.asarray(_Addresses(b))

@@ -11,6 +11,7 @@ import contextlib
 import math
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,11 @@ class GpuWorkbench:
                 stack.enter_context(torch.cuda.device(cupy.cuda.Device().id))
                 stream = torch.cuda.Stream()
                 stack.enter_context(torch.cuda.stream(stream))
-                stack.enter_context(cupy.cuda.ExternalStream(stream.cuda_stream))
+                with warnings.catch_warnings():
+                    # CuPy 14 would have the stream protocol, which older torch and CuPy lack.
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    external = cupy.cuda.ExternalStream(stream.cuda_stream)
+                stack.enter_context(external)
             yield self
 
     def machine(self) -> dict[str, str]:

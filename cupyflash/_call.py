@@ -8,15 +8,15 @@ is found again by :func:`signature`, which costs a few microseconds.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cupyflash import _arrays, _compile, _problem, _tensormap
 from cupyflash._tensormap import cuda_driver
+from cupyflash.tiling import round_up
 
 if TYPE_CHECKING:
     from cupyflash._launch import LaunchRecord
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from cupyflash._problem import AttentionProblem
     from cupyflash.plan import Plan
 
-# What the addresses of a call are those of, in order; workspaces follow.
-_SOURCES = (*_problem.ARRAYS, "o", "lse")
 _CALLS = 4096  # that are kept; then all are forgotten
 _ALIGNMENT = 16  # bytes: the widest access, by which kernels choose how to read
 # Types of options whose equal values mean equal calls, and which are hashable. Types are part of
@@ -33,6 +31,9 @@ _ALIGNMENT = 16  # bytes: the widest access, by which kernels choose how to read
 _PLAIN = frozenset((type(None), bool, int, float, str))
 _PARAMS_ALIGNMENT = 64  # of tensor maps
 _WORD = 8  # bytes of every field of a parameter struct
+_WORKSPACE_ALIGNMENT = 256
+_ZEROED = "counter"  # the workspace that begins as zeros
+_LEGACY_STREAM = 1  # and 0: streams that can't be captured
 
 _calls: dict[Any, Call] = {}
 
@@ -131,13 +132,21 @@ class Call:
         self._lse_shape = problem.out_shape[:-1] if return_lse else None
         self._acc_dtype = problem.acc_dtype
         self._lock = threading.Lock()  # parameters are changed in place
-        places = {name: place for place, name in enumerate(_SOURCES)}
+        arrays = [getattr(problem, name) for name in _problem.ARRAYS]
+        self._used = [n for n, x in enumerate(arrays) if x is not None]
+        self._spans = [(n, _span(arrays[n])) for n in self._used if arrays[n].size]
+        # Where a source's address stands in the list that a launch is given, and what is added.
+        names = [*(_problem.ARRAYS[n] for n in self._used), "o", *(["lse"] if return_lse else [])]
+        places: dict[Any, tuple[int, int]] = {name: (n, 0) for n, name in enumerate(names)}
         for pointer in _argument_pointers(records):
             places[id(pointer.array)] = places[pointer.name.split(".")[1]]
-        workspaces = _workspaces(records)
-        places |= {id(p.array): len(_SOURCES) + n for n, p in enumerate(workspaces)}
-        # (bytes, whether they must be 0), in the order of their places
-        self._workspaces = [(max(1, p.array.nbytes), p.name == "counter") for p in workspaces]
+        # One piece of memory holds all workspaces, those that begin as zeros in front.
+        self._workspace_bytes = self._zeroed_bytes = 0
+        for pointer in sorted(_workspaces(records), key=lambda p: p.name != _ZEROED):
+            places[id(pointer.array)] = (len(names), self._workspace_bytes)
+            self._workspace_bytes += round_up(max(1, pointer.array.nbytes), _WORKSPACE_ALIGNMENT)
+            if pointer.name == _ZEROED:
+                self._zeroed_bytes = self._workspace_bytes
         self._launches = [_Launch(record, places, problem.device) for record in records]
 
     def __call__(self, arrays: Sequence[Any], out: Any) -> tuple[Any, Any]:
@@ -147,55 +156,60 @@ class Call:
             with cupy.cuda.Device(self._device):
                 return self(arrays, out)
         if out is None:
-            o = cupy.ndarray(self._out_shape, self._dtype)
+            out = cupy.ndarray(self._out_shape, self._dtype)
         else:
-            o = out
-            _problem.check_separate("attention", out, arrays)
+            first, end = _arrays.bounds(out)
+            for n, (low, high) in self._spans:
+                address = arrays[n].data.ptr
+                if address + low < end and first < address + high:
+                    _problem.check_separate("attention", out, arrays)
         lse = None if self._lse_shape is None else cupy.ndarray(self._lse_shape, self._acc_dtype)
-        self.launch(arrays, o, lse)
-        return o, lse
+        self.launch(arrays, out, lse)
+        return out, lse
 
     def launch(self, arrays: Sequence[Any], o: Any, lse: Any) -> None:
         """Launch on the current stream of the current device."""
         cupy = sys.modules["cupy"]
         stream = cupy.cuda.get_current_stream().ptr
-        addresses = [0 if x is None else x.data.ptr for x in (*arrays, o, lse)]
-        if not self._workspaces:
-            self._launch_all(addresses, stream)
-        elif cupy.cuda.runtime.streamIsCapturing(stream):
-            # The graph must own what it is to use whenever it is launched.
-            with _graph_memory(self._workspaces, stream) as workspaces:
-                self._launch_all(addresses + workspaces, stream)
+        addresses = [arrays[n].data.ptr for n in self._used]
+        addresses.append(o.data.ptr)
+        if lse is not None:
+            addresses.append(lse.data.ptr)
+        if not self._workspace_bytes:
+            memory = None
+        elif stream > _LEGACY_STREAM and cupy.cuda.runtime.streamIsCapturing(stream):
+            self._launch_in_graph(addresses, stream)
+            return
         else:
-            memory = [cupy.cuda.alloc(nbytes) for nbytes, _ in self._workspaces]
-            for workspace, (nbytes, zeroed) in zip(memory, self._workspaces, strict=True):
-                if zeroed:
-                    workspace.memset_async(0, nbytes)
-            self._launch_all(addresses + [workspace.ptr for workspace in memory], stream)
-
-    def _launch_all(self, addresses: Sequence[int], stream: int) -> None:
+            memory = cupy.cuda.alloc(self._workspace_bytes)
+            addresses.append(memory.ptr)
+            if self._zeroed_bytes:
+                memory.memset_async(0, self._zeroed_bytes)
         with self._lock:
             for launch in self._launches:
                 launch(addresses, stream)
 
-
-@contextlib.contextmanager
-def _graph_memory(workspaces: Sequence[tuple[int, bool]], stream: int) -> Iterator[list[int]]:
-    """Memory that the graph being captured allocates when it runs, and frees."""
-    driver = cuda_driver()
-    handle = driver.CUstream(stream)
-    memory = []
-    for nbytes, zeroed in workspaces:
-        status, address = driver.cuMemAllocAsync(nbytes, handle)
+    def _launch_in_graph(self, addresses: list[int], stream: int) -> None:
+        """With a workspace that the graph allocates when it runs, and frees: nobody else has it."""
+        driver = cuda_driver()
+        handle = driver.CUstream(stream)
+        status, workspace = driver.cuMemAllocAsync(self._workspace_bytes, handle)
         _check(status, "allocate a workspace in a graph")
-        memory.append(address)
-        if zeroed:
-            (status,) = driver.cuMemsetD8Async(address, 0, nbytes, handle)
+        if self._zeroed_bytes:
+            (status,) = driver.cuMemsetD8Async(workspace, 0, self._zeroed_bytes, handle)
             _check(status, "clear a workspace in a graph")
-    yield [int(address) for address in memory]
-    for address in memory:
-        (status,) = driver.cuMemFreeAsync(address, handle)
+        with self._lock:
+            for launch in self._launches:
+                launch([*addresses, int(workspace)], stream)
+        (status,) = driver.cuMemFreeAsync(workspace, handle)
         _check(status, "free a workspace in a graph")
+
+
+def _span(array: Any) -> tuple[int, int]:
+    """Where the first and one behind the last byte of an array lie, from its address on."""
+    first, end = _arrays.bounds(array)
+    address = _arrays.address(array)
+    return first - address, end - address
 
 
 def _check(status: Any, what: str) -> None:
@@ -222,7 +236,9 @@ def _workspaces(records: Sequence[LaunchRecord]) -> list[Pointer]:
 class _Launch:
     """One launch: its parameters as the driver wants them, and where addresses go in them."""
 
-    def __init__(self, record: LaunchRecord, places: dict[Any, int], device: int) -> None:
+    def __init__(
+        self, record: LaunchRecord, places: dict[Any, tuple[int, int]], device: int
+    ) -> None:
         driver = cuda_driver()
         self._name = record.kernel
         # Held, for the driver's handle is valid as long as it lives.
@@ -238,16 +254,17 @@ class _Launch:
         self._words = words.cast("Q")
         self._argument = (ctypes.c_void_p * 1)(self._params)
         self._arguments = ctypes.addressof(self._argument)
-        self._slots = [
-            (p.offset // _WORD, places[id(p.array)], p.byte_offset) for p in record.pointers
-        ]
+        self._slots = []
+        for p in record.pointers:
+            place, offset = places[id(p.array)]
+            self._slots.append((p.offset // _WORD, place, offset + p.byte_offset))
         self._maps = []
         for tensor_map in record.tensor_maps:
             p = tensor_map.pointer
             address = _arrays.address(p.array) + p.byte_offset
             encoded = _tensormap.encode(tensor_map, address)
             ctypes.memmove(self._params + p.offset, int(encoded.getPtr()), _tensormap.BYTES)
-            self._maps.append([address, places[p.name], p.byte_offset, p.offset, encoded])
+            self._maps.append([address, places[p.name][0], p.byte_offset, p.offset, encoded])
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = record.grid
         config.blockDimX, config.blockDimY, config.blockDimZ = record.block

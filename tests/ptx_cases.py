@@ -229,7 +229,7 @@ def tma(swizzle: int, box: tuple[int, ...]) -> Callable[[np.random.Generator], C
         corners = [(0, 0, 0, 0, 0), (8, 17, 1, 2, 3), (0, 80, 0, 0, 0), (24, -5, 2, 1, 0),
                    (-16, 3, 1, 1, 1), (40, 88, 4, 2, 3), (0, 0, 5, 0, 0), (0, 0, -1, 0, 0),
                    (0, 0, 0, 3, 0), (0, 0, 0, 0, 4), (0, 0, 0, -1, -1), (0, 200, 0, 0, 0),
-                   (1000, 0, 0, 0, 0), (7, 1, 0, 1, 2)]  # fmt: skip
+                   (1000, 0, 0, 0, 0), (40, 1, 0, 1, 2)]  # fmt: skip
         at = np.array(corners, np.int32)
         elements = int(np.prod(box))
         expected = np.empty((len(at), elements), np.uint16)

@@ -14,7 +14,7 @@ import pytest
 from bench_fakes import SPEEDS, FakeWorkbench, fake_report
 from command_line import refused, shell
 
-from cupyflash import _bench_plot, _bench_report, _cli_bench
+from cupyflash import _bench, _bench_plot, _bench_report, _cli_bench
 from cupyflash.__main__ import main
 from cupyflash._bench import Report, Timing
 from cupyflash._bench_grids import rows_of
@@ -184,7 +184,8 @@ class TestCommand:
         assert main([*argv, "--against", "--csv", "b.csv"]) == 0
         for timing in _bench_report.from_csv(Path("b.csv").read_text()).timings:
             assert timing.seconds, timing
-            assert timing.error < 1e-2, timing
+            if timing.candidate != _bench.PLAIN:
+                assert timing.error < 1e-2, timing
 
     def test_in_a_shell(self, folder):
         Path("old.csv").write_text(_bench_report.to_csv(fake_report("quick")))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import hostcuda
 import pytest
 from compile_matrix import faults
 from hostcuda.probes import MARKS
@@ -74,6 +75,12 @@ class TestTwins:
     )
     def test_no_schedule_changes_a_bit(self, name):
         case(name).run_on_host(schedules=True)
+
+    def test_a_column_that_tma_can_not_begin_at(self):
+        probe = case("tma-128-64-64-1-1-1")
+        probe.arguments[0][3, 0] = 7
+        with pytest.raises(hostcuda.HostFault, match="column 7 does not begin at a multiple of 16"):
+            probe.run_on_host()
 
 
 # ---- NVRTC ---------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ __device__ __forceinline__ void tma_prefetch_map(const TensorMap& map) {
 
 // cp.async.bulk.tensor.5d.shared::cta.global.tile.mbarrier::complete_tx::bytes [dst], [map, {...}],
 // [mbarrier]; sm_90, PTX 8.6 for shared::cta, so shared::cluster here; "cp.async.bulk.tensor".
-// Elements outside the tensor arrive as zeros, and their bytes count too.
+// Elements outside the tensor arrive as zeros, and their bytes count too. Column at[0] begins at a
+// multiple of 16 bytes: another one is an illegal instruction on an H200, whatever the swizzle.
 __device__ __forceinline__ void tma_load_5d(void* dst, const TensorMap& map, Mbarrier& barrier,
                                             const int (&at)[5]) {
   asm volatile(

@@ -71,6 +71,9 @@ inline void tma_load_5d(void* dst, const TensorMap& map, Mbarrier& barrier, cons
   if (map.swizzle && map.box[0] * map.itemsize != map.swizzle)
     host::fault(place, "tma_load_5d: rows of %u bytes with a swizzle of %u",
                 map.box[0] * map.itemsize, map.swizzle);
+  // The PTX manual does not say so; an H200 stops with an illegal instruction.
+  if (at[0] * int(map.itemsize) % 16)
+    host::fault(place, "tma_load_5d: column %d does not begin at a multiple of 16 bytes", at[0]);
   twin::mbarrier_state(barrier, "tma_load_5d", place);
   struct Copy {
     char* dst;
