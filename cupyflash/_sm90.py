@@ -23,6 +23,9 @@ _WARPGROUP = 128
 _SMEM_BESIDE_TILES = 1024  # descriptions of works, mbarriers
 _MAX_WORKS = 2**31
 _MAX_SEQLEN = 2**30  # kFarKey
+# ALiBi's slopes are divided by what scores are counted in.
+_SCALES = (2.0**-100, 2.0**100)
+_SCALES_WITH_ALIBI = (2.0**-20, 2.0**20)
 # Fewer queries waste most of a tile; more keys are worth dividing.
 _FEW_ROWS = 16
 _MANY_KEYS = 1024
@@ -65,11 +68,11 @@ class Tiles:
         keys = self.stages * self.Bc * (self.head_dim + self.head_dim_v)
         return _ITEMSIZE * (queries + keys) + _SMEM_BESIDE_TILES
 
-    def options(self, dtype: str) -> tuple[str, ...]:
+    def options(self, dtype: str, general: bool = False) -> tuple[str, ...]:
         """The -D macros of the specialisation."""
         return (
             f"-DCUPYFLASH_ELEMENT={dtype}",
-            "-DCUPYFLASH_GENERAL=0",
+            f"-DCUPYFLASH_GENERAL={int(general)}",
             f"-DCUPYFLASH_HEAD_DIM={self.head_dim}",
             f"-DCUPYFLASH_HEAD_DIM_V={self.head_dim_v}",
             f"-DCUPYFLASH_BR={self.Br}",
@@ -151,10 +154,13 @@ def refusal(problem: AttentionProblem, device: Device, tma: bool) -> str | None:
             f"takes head dims up to {TABLE[-1].head_dim}, q has {problem.head_dim} and v "
             f"{problem.head_dim_v}"
         )
-    if problem.general:
-        return "takes no softcap, bias, mask or alibi_slopes"
-    if not 2.0**-100 < problem.softmax_scale < 2.0**100:
-        return f"takes a positive softmax_scale, got {problem.softmax_scale:g}"
+    if problem.bias_dtype is not None or problem.has_mask:
+        return "takes no bias or mask"
+    low, high = _SCALES_WITH_ALIBI if problem.has_alibi else _SCALES
+    if not low < problem.softmax_scale < high:
+        return f"takes a softmax_scale from {low:g} to {high:g}, got {problem.softmax_scale:g}"
+    if problem.softcap and not low < problem.softcap < high:
+        return f"takes a softcap from {low:g} to {high:g}, got {problem.softcap:g}"
     if problem.seqlen_k == 0 or problem.head_dim_v == 0:
         return "takes no empty k or v"
     if max(problem.seqlen_q, problem.seqlen_k) >= _MAX_SEQLEN:
@@ -207,7 +213,7 @@ def records(
         params = (bytes(front) + struct).ljust(round_up(front + len(struct), 64), b"\0")
         yield _launch.LaunchRecord(
             kernel=KERNEL,
-            options=tiles.options(problem.dtype.name),
+            options=tiles.options(problem.dtype.name, problem.general),
             grid=(grid, 1, 1),
             block=(tiles.threads, 1, 1),
             smem_bytes=tiles.smem_bytes,
@@ -260,4 +266,5 @@ def specialisations() -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     """As ``tiling.specialisations``."""
     for dtype in ("float16", "bfloat16"):
         for tiles in TABLE:
-            yield KERNEL, tiles.options(dtype), ("sm_90a",)
+            for general in (False, True):
+                yield KERNEL, tiles.options(dtype, general), ("sm_90a",)

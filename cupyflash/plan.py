@@ -316,7 +316,7 @@ def _plan_sm90(problem: AttentionProblem, device: Device, asked: bool) -> Plan |
         grid=(min(works, device.multiprocessors), 1, 1),
         block=(tiles.threads, 1, 1),
         smem_bytes=tiles.smem_bytes,
-        options=tiles.options(problem.dtype.name),
+        options=tiles.options(problem.dtype.name, problem.general),
     )
 
 

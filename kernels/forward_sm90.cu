@@ -30,13 +30,16 @@
 //            V_landed: warp 2 waits for its own load where it has to overwrite rows of V.
 //            Turn (named barrier 1 + c): consumer c waits for consumer c - 1 to have started its
 //            products. It orders only the use of the tensor cores: without it results are the same.
-// Limits     softcap, bias, mask, ALiBi and softmax_scale <= 0 are other kernels' work.
+// Options    CUPYFLASH_GENERAL = 1 adds softcap (tanh.approx: 2^-11 of the cap) and ALiBi.
+// Limits     bias, mask and softmax_scale <= 0 are another kernel's work: what they hide row by row
+//            would have to be hidden in V too, which lies in shared memory for all rows.
 #include "common/fragment_softmax.cuh"
 #include "common/sm90_layout.cuh"
 #include "common/sm90_producer.cuh"
 #include "common/store_fragment.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
+#include "ptx/tanh.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace cupyflash {
@@ -95,7 +98,10 @@ class Consumer {
         problem_(params.problem),
         shared_(shared),
         c_(warp_uniform(threadIdx.x / kWarpgroup - 1)),
-        slope_(static_cast<float>(problem_.softmax_scale * 1.4426950408889634)) {}
+        slope_(static_cast<float>(score_unit(problem_) * 1.4426950408889634)),
+        to_cap_(kGeneral && problem_.softcap != 0
+                    ? static_cast<float>(problem_.softmax_scale / problem_.softcap)
+                    : 0.0f) {}
 
   __device__ __forceinline__ void run() {
     // The last consumer lets the first one begin.
@@ -139,6 +145,7 @@ class Consumer {
       wgmma_use(S);
       release(shared_.K_empty[Turn<kStages>(t).stage]);
       if (j == of_work.begin) release(shared_.Q_empty[Turn<kQStages>(Q_tiles).stage][c_]);
+      if constexpr (kGeneral) change(S, j, work(works));
       hide(S, j, of_work, works);
       const bool moved = softmax.fold(S, slope_, keep);
       // The weights are made before P V is complete, not after it: the compiler moves nothing
@@ -269,6 +276,25 @@ class Consumer {
     release(shared_.work_empty[Turn<kWorkStages>(n).stage]);
   }
 
+  // Products of tile j become scores: softcap, then ALiBi.
+  __device__ __forceinline__ void change(float (&S)[kScores], int j, const Work& work) const {
+    if (to_cap_ != 0.0f) {
+#pragma unroll
+      for (int x = 0; x < kScores; ++x) S[x] = tanh_approx(S[x] * to_cap_);
+    }
+    if (problem_.alibi_slopes.data) {
+      const int first_column = j * kBc + threadIdx.x % 4 * 2;
+      const float slope = work.alibi;
+      const float diagonal[] = {static_cast<float>(work.diagonal + row() - first_column),
+                                static_cast<float>(work.diagonal + row() + 8 - first_column)};
+#pragma unroll
+      for (int x = 0; x < kScores; ++x) {
+        const float distance = diagonal[x / 2 % 2] - static_cast<float>(x / 4 * 8 + x % 2);
+        S[x] = fmaf(-slope, fabsf(distance), S[x]);
+      }
+    }
+  }
+
   // Scores of tile j that position hides become -inf.
   __device__ __forceinline__ void hide(float (&S)[kScores], int j, const Tiles& tiles,
                                        unsigned n) const {
@@ -326,7 +352,8 @@ class Consumer {
   const Problem& problem_;
   Shared& shared_;
   const int c_;
-  const float slope_;
+  const float slope_;   // from scores to exponents of 2
+  const float to_cap_;  // from products to what tanh is taken of; 0: no softcap
 };
 
 }  // namespace cupyflash

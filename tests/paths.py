@@ -32,7 +32,7 @@ _DRAWS = {
         "layouts": ("contiguous", "transposed", "broadcast"),
         "options": (
             *("batch", "gqa", "head_dim_v", "causal", "top_left", "window"),
-            *("seqlens_k", "poisoned"),
+            *("softcap", "alibi_slopes", "seqlens_k", "poisoned"),
         ),
         "magnitudes": ("unit", "tiny", "large", "shifted"),
     },

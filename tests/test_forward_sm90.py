@@ -55,7 +55,8 @@ def test_each_row_of_the_table(tiles, monkeypatch):
     try:
         q, k, v = qkv(1, 2, 2, 140, tiles.head_dim, seqlen_k=230, heads_k=1, dtype=BFLOAT16)
         v = v[..., : tiles.head_dim_v]
-        for options in ({}, {"causal": True}, {"window": (60, 20)}):
+        general = [{"softcap": 2.0, "causal": True}, {"alibi_slopes": [0.5, 0.01]}]
+        for options in ({}, {"causal": True}, {"window": (60, 20)}, *general):
             close(run(q, k, v, blocks=3, **options), attention_reference(q, k, v, **options))
     finally:
         plan_cache.cache_clear()
@@ -88,7 +89,8 @@ def test_what_is_left_to_other_kernels():
     assert asked() == asked(causal=True, window=(9, 9), seqlens=True) == "forward_sm90"
     for declined in (
         {"dtype": "float32"},
-        {"softcap": 5.0},
+        {"bias_dtype": "float32"},
+        {"softcap": 1e-10, "alibi": True},
         {"head_dim": 100},  # rows of 200 bytes
         {"device": "A100"},
     ):
@@ -97,15 +99,16 @@ def test_what_is_left_to_other_kernels():
     for name, has in (("A100", "8.0"), ("RTX 4090", "8.9"), ("B200", "10.0")):
         with pytest.raises(ValueError, match=rf"needs compute capability 9.0, {name} has {has}"):
             asked(device=name)
-    with pytest.raises(ValueError, match=r"'forward_sm90' takes no softcap.*leave kernel=None"):
-        asked(softcap=5.0)
+    with pytest.raises(ValueError, match=r"'forward_sm90' takes no bias or mask; leave kernel"):
+        asked(mask=True)
 
 
 @pytest.mark.parametrize(
     "tiles", _sm90.TABLE, ids=lambda t: f"{t.head_dim}-{t.head_dim_v}-{t.Br}-{t.Bc}"
 )
-def test_products_are_asynchronous_and_nothing_spills(tiles):
-    built = _compile.build("forward_sm90", tiles.options("bfloat16"), "sm_90a")
+@pytest.mark.parametrize("general", [False, True])
+def test_products_are_asynchronous_and_nothing_spills(tiles, general):
+    built = _compile.build("forward_sm90", tiles.options("bfloat16", general), "sm_90a")
     assert "C75" not in built.log  # "wgmma.mma_async instructions are serialized"
     assert built.spill_store_bytes == built.stack_bytes == 0
     assert tiles.smem_bytes <= devices.named_device("H200").smem_block_bytes

@@ -65,6 +65,8 @@ struct Work {
   int first_key;  // of query i0 + r: max(first_key + r, 0) <= j < min(end_key + r, seqlen_k)
   int end_key;
   int seqlen_k;  // in use
+  int diagonal;  // key on the diagonal of query i0
+  float alibi;   // what a key loses by each step away from the diagonal, in units of scores
   int head_q;
   Origin kv;
   int keys_begin;  // that any query of the head sees
@@ -105,6 +107,12 @@ __device__ __forceinline__ int near_key(int64 j) {
   return static_cast<int>(j < -kFarKey ? -kFarKey : j > kFarKey ? kFarKey : j);
 }
 
+// What scores are counted in where softcap or ALiBi change them: tanh(softmax_scale q k / softcap)
+// by a softcap, products without one.
+__device__ __forceinline__ double score_unit(const Problem& problem) {
+  return kGeneral && problem.softcap != 0 ? problem.softcap : problem.softmax_scale;
+}
+
 // What the other warps have to know of a work.
 __device__ __forceinline__ void describe(Work& work, const Problem& problem,
                                          Works::Position position) {
@@ -117,6 +125,15 @@ __device__ __forceinline__ void describe(Work& work, const Problem& problem,
   const Band band(problem, at.seqlen_k(problem));
   const KeyRange keys(problem, band);
   work.seqlen_k = static_cast<int>(band.seqlen_k);
+  if (kGeneral) {
+    work.diagonal = near_key(position.block * static_cast<int64>(kBr) + band.offset);
+    work.alibi = 0.0f;
+    if (problem.alibi_slopes.data) {
+      const float slope = static_cast<const float*>(
+          problem.alibi_slopes.data)[at.offset(problem.alibi_slopes, at.head_q)];
+      work.alibi = __fdividef(slope, static_cast<float>(score_unit(problem)));
+    }
+  }
   work.keys_begin = keys.begin;
   work.keys_end = keys.end;
   const int i0 = position.block * kBr;
