@@ -272,7 +272,7 @@ def test_warmup_for_a_gpu_that_is_only_named():
 
 @pytest.mark.parametrize("device", [None, True, 0.0, named_device("H200")])
 def test_warmup_takes_a_number_or_cpu(device):
-    with pytest.raises(TypeError, match="^warmup: device is .*; expected an integer"):
+    with pytest.raises(TypeError, match=r"^warmup: device is .*; expected an integer"):
         warmup(seqlen_q=10, head_dim=8, device=device)
 
 
