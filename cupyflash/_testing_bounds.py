@@ -45,6 +45,7 @@ class Problem:
 
     @property
     def qkv(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The arrays that a kernel takes in front of its options."""
         return self.q, self.k, self.v
 
     @cached_property
@@ -54,7 +55,17 @@ class Problem:
         return attention_reference(*qkv, **kwargs)
 
     def on(self, xp) -> "Problem":
-        """The same problem with its arrays copied to a module (cupy), each in its layout."""
+        """The same problem with its arrays copied, each in its layout.
+
+        Parameters
+        ----------
+        xp : module
+            cupy, or numpy.
+
+        Returns
+        -------
+        Problem
+        """
 
         def moved(x):
             return copy_with_layout(x, xp) if isinstance(x, np.ndarray) else x
@@ -81,6 +92,10 @@ def error(actual, reference) -> float:
     ----------
     actual, reference : numpy or CuPy arrays of one shape
         Elements where the reference is not finite are left out.
+
+    Returns
+    -------
+    float
 
     Raises
     ------

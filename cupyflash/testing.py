@@ -75,6 +75,16 @@ MAGNITUDES = ("unit", "tiny", "large", "shifted", "limit")
 def tile_edges(*tiles: int) -> list[int]:
     """Lengths around the edges of tiles: 0, 1, and for each tile size n: n - 1, n, n + 1, 2n + 1.
 
+    Parameters
+    ----------
+    *tiles : int
+        Sizes of tiles.
+
+    Returns
+    -------
+    list of int
+        In ascending order.
+
     Raises
     ------
     ValueError
