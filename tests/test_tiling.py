@@ -201,7 +201,7 @@ def test_few_specialisations():
 
 
 def test_the_table_lists_what_plans_ask_for():
-    """No more and no less: a build that is not listed is never tested, one that is not asked dead."""
+    """No more and no less: what is not listed is not tested, what is never asked for is dead."""
     table = {(kernel, options): set(where) for kernel, options, where in tiling.specialisations()}
     sizes = itertools.product(
         {device.architecture: device for device in devices.DEVICES.values()}.values(),
