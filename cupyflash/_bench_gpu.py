@@ -20,7 +20,7 @@ import numpy as np
 from cupyflash import __version__, _arrays, _bench, _bench_torch, _compile, _problem, devices
 from cupyflash._bench import Candidate
 from cupyflash._bench_grids import HOST, Row, element_type, rotations
-from cupyflash._cli_common import one_line
+from cupyflash._messages import one_line
 from cupyflash.attention import attention
 from cupyflash.plan import make_plan
 

@@ -13,14 +13,9 @@ from typing import Any, BinaryIO
 
 from cupyflash import _bench, _bench_plot, _bench_report
 from cupyflash._bench_grids import DTYPES, GRIDS, Row, keep, rows_of
-from cupyflash._cli_common import (
-    CommandError,
-    Progress,
-    check_target,
-    gpu_obstacle,
-    one_line,
-    write_files,
-)
+from cupyflash._cli_common import CommandError, Progress, check_target, write_files
+from cupyflash._gpu import gpu_obstacle
+from cupyflash._messages import one_line
 from cupyflash.plan import KERNELS
 
 

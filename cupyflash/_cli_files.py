@@ -12,7 +12,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cupyflash._cli_common import CommandError, one_line
+from cupyflash._cli_common import CommandError
+from cupyflash._messages import one_line
 
 _NPY_MAGIC = b"\x93NUMPY"
 _LOCAL_HEADER_BYTES = 30  # of a zip member; the lengths of its name and extra field come last

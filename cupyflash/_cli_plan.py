@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import argparse
 
-from cupyflash._cli_common import CommandError, add_mask_options, one_line
+from cupyflash._cli_common import CommandError, add_mask_options
+from cupyflash._messages import one_line
 from cupyflash.plan import Algorithm1, plan
 
 

@@ -16,12 +16,12 @@ from cupyflash._cli_common import (
     add_device_option,
     add_mask_options,
     check_target,
-    one_line,
     pick_device,
     plan_line,
     write_files,
 )
 from cupyflash._cli_files import as_dtype, npy_writer, read_array
+from cupyflash._messages import one_line
 from cupyflash.attention import attention
 from cupyflash.plan import make_plan
 

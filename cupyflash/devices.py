@@ -265,13 +265,11 @@ def current_device(device_id: int) -> Device:
         If CuPy was built for ROCm.
     """
     from cupyflash._arrays import import_cupy
+    from cupyflash._gpu import ROCM
 
     runtime = import_cupy().cuda.runtime
     if runtime.is_hip:
-        raise RuntimeError(
-            "cupyflash: this CuPy was built for AMD's ROCm; cupyflash needs an NVIDIA GPU and "
-            "cupy-cuda12x or cupy-cuda13x"
-        )
+        raise RuntimeError(f"cupyflash: {ROCM}")
 
     def attribute(name: str) -> int:
         return int(runtime.deviceGetAttribute(_ATTRIBUTES[name], device_id))

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from cupyflash import _checks, _problem, _sm80, _sm90, devices, io_model, tiling
+from cupyflash import _checks, _gpu, _problem, _sm80, _sm90, devices, io_model, tiling
 from cupyflash._launch import MAX_GRID_X
 from cupyflash._problem import AttentionProblem
 from cupyflash.devices import Device
@@ -258,25 +258,17 @@ def make_plan(
 
 def _device(device: str | int | Device | None) -> Device | None:
     if device is None:
-        count = _gpu_count()
-        return devices.current_device(0) if count else None
+        return devices.current_device(0) if _gpu.gpu_count() else None
     if isinstance(device, Device):
         return device
     if isinstance(device, str):
         return None if device.lower() == "cpu" else devices.named_device(device)
     number = _checks.integer("plan", "device", device)
-    if not 0 <= number < _gpu_count():
-        raise ValueError(f"plan: device is {number}; this machine has {_gpu_count()} GPUs")
+    count = _gpu.gpu_count()
+    if not 0 <= number < count:
+        reason = "" if count else f" ({_gpu.gpu_obstacle()})"
+        raise ValueError(f"plan: device is {number}; this machine has {count} GPUs{reason}")
     return devices.current_device(number)
-
-
-def _gpu_count() -> int:
-    try:
-        import cupy
-
-        return cupy.cuda.runtime.getDeviceCount()
-    except Exception:  # CuPy or the driver is missing, broken or too old: no GPU then
-        return 0
 
 
 def _plan(

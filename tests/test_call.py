@@ -279,7 +279,7 @@ def test_warmup_takes_a_number_or_cpu(device):
 def test_warmup_of_a_gpu_that_is_there(monkeypatch):
     loaded = []
     monkeypatch.setattr(devices, "current_device", lambda number: named_device("H200"))
-    monkeypatch.setattr("cupyflash.plan._gpu_count", lambda: 2)
+    monkeypatch.setattr("cupyflash._gpu.gpu_count", lambda: 2)
     monkeypatch.setattr("cupyflash._compile.load", lambda *call: loaded.append(call))
     made = warmup(seqlen_q=1, seqlen_k=9000, head_dim=64, heads_q=2, device=np.int64(1))
     assert made.parts.splits > 1
