@@ -10,10 +10,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cupyflash._dtypes import NAMES as DTYPES
 from cupyflash._testing_arrays import copy_with_layout, describe, to_numpy
 from cupyflash.reference import _evaluate, attention_reference
-
-DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from cupyflash._dtypes import NAMES
 from cupyflash._problem import AttentionProblem
 
 # What fa1_forward.cu does best with: a lane owns every 32nd key, a warp strips of eight queries,
@@ -314,7 +315,7 @@ def specialisations() -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     from cupyflash import _sm80, _sm90  # which use this module
 
     architectures = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
-    for dtype in ("float16", "bfloat16", "float32", "float64"):
+    for dtype in NAMES:
         for general in (False, True):
             yield "fa1_forward", fa1_options(dtype, general), architectures
     yield from _sm80.specialisations()

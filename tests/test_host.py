@@ -9,7 +9,7 @@ from host_calls import attend, tiling
 from hypothesis import given, settings
 from paths import assert_same_bits, normal, qkv
 
-from cupyflash import _checks
+from cupyflash import _dtypes
 from cupyflash.reference import attention_reference
 from cupyflash.testing import (
     DTYPES,
@@ -71,7 +71,7 @@ def test_any_head_dim(head_dim):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_softmax_scale_and_softcap_of_any_size(dtype):
-    dtype = _checks.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    dtype = _dtypes.named(dtype)
     q, k, v = qkv(3, 1, 4, 8, dtype=dtype)
     for options in (
         {"softmax_scale": 1e-35},
@@ -260,7 +260,7 @@ def test_query_heads_read_key_heads_in_blocks(heads_q, heads_k):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_writes_every_element_of_out_and_nothing_else(dtype):
-    dtype = _checks.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    dtype = _dtypes.named(dtype)
     q, k, v = qkv(16, 2, 3, 70, 16, seqlen_k=20, dtype=dtype)  # causal: rows 0-49 see nothing
     expected = attend(q, k, v, causal=True)
     guarded = guarded_empty((2, 3, 70, 16), dtype)
@@ -280,7 +280,7 @@ def test_writes_every_element_of_out_and_nothing_else(dtype):
 
 def test_dtypes_and_shapes_of_results():
     for name in DTYPES:
-        dtype = _checks.bfloat16 if name == "bfloat16" else np.dtype(name)
+        dtype = _dtypes.named(name)
         x = normal(17, 5, 4, dtype=dtype)
         o, lse = attend(x, x, x[:, :3])
         assert (o.dtype, o.shape, lse.shape) == (dtype, (5, 3), (5,))

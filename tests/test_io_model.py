@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from cupyflash import _problem, io_model
 from cupyflash.reference import visible
+from cupyflash.testing import DTYPES
 
 lengths = st.integers(0, 40)
 blocks = st.integers(1, 20)
 dims = st.integers(1, 5)
 ends = st.sampled_from([None, -1, 0, 1, 3, 17, 1000])
 options = st.fixed_dictionaries(
-    {"dtype": st.sampled_from(["float16", "bfloat16", "float32", "float64"])},
+    {"dtype": st.sampled_from(DTYPES)},
     optional={
         "causal": st.sampled_from([True, "top_left"]),
         "window": st.tuples(ends, ends),

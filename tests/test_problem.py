@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from problem_calls import F32, Exported, call, zeros
 
-from cupyflash import _checks, attention, plan
+from cupyflash import _dtypes, attention, plan
 from cupyflash._problem import from_arrays
 
 # ---- what is accepted, and its canonical form ----------------------------------------------------
@@ -141,7 +141,7 @@ def test_objects_of_other_libraries_are_taken_without_a_copy():
 # ---- axes without elements -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [*("float16", "float32", "float64"), _checks.bfloat16])
+@pytest.mark.parametrize("dtype", _dtypes.DTYPES)
 @pytest.mark.parametrize(
     ("q", "k", "v"),
     [

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from paths import launches, qkv
 
 from cupyflash import Algorithm1, _problem, _sm80, devices, plan, tiling
+from cupyflash.testing import DTYPES
 from cupyflash.tiling import algorithm1_tiling, block_sizes, ceil_div, sram_terms
 
-DTYPES = ("float16", "bfloat16", "float32", "float64")
 head_dims = st.integers(1, 256)
 
 
