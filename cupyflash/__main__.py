@@ -28,7 +28,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from cupyflash import __version__, _cli_bench, _cli_info, _cli_plan, _cli_run, demo
-from cupyflash._cli_common import CommandError, one_line
+from cupyflash._cli_common import CommandError
+from cupyflash._messages import one_line
 
 _COMMANDS = {
     "info": (_cli_info, "versions, devices, cache, and what is missing"),

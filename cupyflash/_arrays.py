@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from cupyflash._messages import INSTALL_GPU
+
 # DLDeviceType of the DLPack ABI: memory that the host can read, and memory of a CUDA device.
 _DLPACK_HOST = (1, 3)  # kDLCPU, kDLCUDAHost
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
@@ -33,10 +35,7 @@ def import_cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise ImportError(
-            "cupyflash needs CuPy for arrays on a GPU: pip install 'cupyflash[cuda13]' "
-            "(or 'cupyflash[cuda12]' for a CUDA 12 driver)"
-        ) from error
+        raise ImportError(f"cupyflash needs CuPy for arrays on a GPU: {INSTALL_GPU}") from error
     except OSError as error:
         raise OSError(
             f"CuPy could not be imported ({error}); it creates a folder in the home directory: "

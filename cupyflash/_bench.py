@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from cupyflash._bench_grids import Row
-from cupyflash._cli_common import one_line
+from cupyflash._messages import one_line
 
 OURS = "ours"
 PLAIN = "plain call"

@@ -18,10 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash import __version__, _arrays, _bench, _bench_torch, _compile, _problem, devices
+from cupyflash import (
+    __version__,
+    _arrays,
+    _bench,
+    _bench_torch,
+    _compile,
+    _dtypes,
+    _problem,
+    devices,
+)
 from cupyflash._bench import Candidate
-from cupyflash._bench_grids import HOST, Row, element_type, rotations
-from cupyflash._cli_common import one_line
+from cupyflash._bench_grids import HOST, Row, rotations
+from cupyflash._messages import one_line
 from cupyflash.attention import attention
 from cupyflash.plan import make_plan
 
@@ -107,7 +116,7 @@ class GpuWorkbench:
 
     def matmul(self, dtype: str, n: int | None = None) -> float | None:
         """TFLOP/s of a square matrix product, by torch if it is there; None where none can run."""
-        n = n or (8192 if element_type(dtype).itemsize == 2 else 4096)
+        n = n or (8192 if _dtypes.named(dtype).itemsize == 2 else 4096)
         try:
             a, b = (self._normal((n, n), dtype) for _ in range(2))
             multiply = self._cupy.matmul
@@ -130,7 +139,7 @@ class GpuWorkbench:
         x = self._floats(shape)
         if dtype == "float64":  # all of its bits
             return x.astype(np.float64) + self._floats(shape).astype(np.float64) * 2.0**-24
-        return x if dtype == "float32" else x.astype(element_type(dtype))
+        return x if dtype == "float32" else x.astype(_dtypes.named(dtype))
 
     def _floats(self, shape: tuple[int, ...]) -> Any:
         self._seed += 1
@@ -222,7 +231,7 @@ class GpuWorkbench:
             positions = cupy.arange(row.seqlen_k, dtype=np.int32)
             later = positions > positions[-row.seqlen_q :, None]
             hidden = cupy.where(later, np.float32(-np.inf), np.float32(0))
-            hidden = hidden.astype(element_type(row.dtype))
+            hidden = hidden.astype(_dtypes.named(row.dtype))
         return Candidate(_bench.CUPY, lambda i: plain_attention(cupy, *sets[i % len(sets)], hidden))
 
     def _to_torch(self, array: Any) -> Any:
@@ -348,7 +357,7 @@ def plain_attention(xp: Any, q: Any, k: Any, v: Any, hidden: Any = None) -> Any:
 
 def float64(x: Any) -> Any:
     """A copy in float64; bfloat16 by its bits, since not every operation knows that dtype."""
-    if x.dtype == element_type("bfloat16"):
+    if x.dtype == _dtypes.named("bfloat16"):
         x = (x.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     return x.astype(np.float64)
 

@@ -8,22 +8,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-
+from cupyflash import _dtypes
 from cupyflash.tiling import ceil_div
 
-DTYPES = ("float16", "bfloat16", "float32", "float64")
 # What is measured, and the unit that tables give it in.
 FLOPS, BANDWIDTH, HOST = "TFLOP/s", "TB/s", "us"
 _WINDOW = 512
 _SOFTCAP = 30.0
 _TOKENS, _HIDDEN = 16_384, 2_048
-
-
-def element_type(dtype: str) -> np.dtype:
-    """The dtype of a name of :data:`DTYPES`."""
-    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +41,7 @@ class Row:
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        return element_type(self.dtype).itemsize
+        return _dtypes.named(self.dtype).itemsize
 
     @property
     def pairs(self) -> float:
@@ -246,8 +238,8 @@ def rows_of(names: Iterable[str], dtype: str | None = None) -> list[Row]:
         if name not in GRIDS:
             raise ValueError(f"there is no grid {name!r}; expected {', '.join(GRIDS)}")
         grid = GRIDS[name]
-        if dtype not in (None, *DTYPES):
-            raise ValueError(f"dtype is {dtype!r}; expected {', '.join(DTYPES)}")
+        if dtype not in (None, *_dtypes.NAMES):
+            raise ValueError(f"dtype is {dtype!r}; expected {_dtypes.NAMES_TEXT}")
         if grid.fixed_dtype and dtype not in (None, grid.dtype):
             raise ValueError(f"grid {name} and dtype {dtype} contradict each other")
         rows += grid.rows(dtype or grid.dtype)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cupyflash import _bench
-from cupyflash._cli_common import one_line
+from cupyflash._messages import one_line
 
 BACKENDS = {
     # The name in SDPBackend, and the first word of torch's messages about it.

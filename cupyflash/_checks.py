@@ -9,25 +9,16 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from cupyflash import _arrays
-
-bfloat16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = tuple(map(np.dtype, ("float16", bfloat16, "float32", "float64")))
-DTYPE_NAMES = "float16, bfloat16, float32 or float64"
-
-
-def accumulation_dtype(dtype: np.dtype) -> np.dtype:
-    """Dtype of scores, statistics and lse: float64 for float64 inputs, else float32."""
-    return np.dtype("float64" if dtype == np.float64 else "float32")
+from cupyflash import _arrays, _dtypes
+from cupyflash._dtypes import DTYPES, accumulation_dtype
 
 
 def named_dtype(asked: Any) -> np.dtype:
     """The dtype that was meant, or one that is not served where there is none of that name."""
     try:
-        return np.dtype(bfloat16 if asked == "bfloat16" else asked)
+        return _dtypes.named(asked)
     except (TypeError, ValueError):
         return np.dtype("V")
 
@@ -84,8 +75,8 @@ def check_dtypes(function: str, q: Any, k: Any, v: Any) -> np.dtype:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in DTYPES or not x.dtype.isnative:
             raise TypeError(
-                f"{function}: {name}.dtype is {x.dtype}; expected {DTYPE_NAMES}, the same for q, "
-                "k and v"
+                f"{function}: {name}.dtype is {x.dtype}; expected {_dtypes.NAMES_TEXT}, the same "
+                "for q, k and v"
             )
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(

@@ -11,16 +11,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
-from cupyflash import _bench, _bench_plot, _bench_report
-from cupyflash._bench_grids import DTYPES, GRIDS, Row, keep, rows_of
-from cupyflash._cli_common import (
-    CommandError,
-    Progress,
-    check_target,
-    gpu_obstacle,
-    one_line,
-    write_files,
-)
+from cupyflash import _bench, _bench_plot, _bench_report, _dtypes
+from cupyflash._bench_grids import GRIDS, Row, keep, rows_of
+from cupyflash._cli_common import CommandError, Progress, check_target, write_files
+from cupyflash._gpu import gpu_obstacle
+from cupyflash._messages import one_line
 from cupyflash.plan import KERNELS
 
 
@@ -39,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one or more of the grids below (default: quick)",
     )
     what.add_argument(
-        "--dtype", metavar="NAME", help=f"{', '.join(DTYPES)} (default: the grid's own)"
+        "--dtype", metavar="NAME", help=f"{_dtypes.NAMES_TEXT} (default: the grid's own)"
     )
     what.add_argument(
         "--rows",

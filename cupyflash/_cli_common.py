@@ -12,41 +12,13 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, TextIO
 
 from cupyflash import _arrays
+from cupyflash._gpu import gpu_obstacle
+from cupyflash._messages import one_line
 from cupyflash.plan import Plan
 
 
 class CommandError(Exception):
     """What the user has to change; shown on one line, with exit code 2."""
-
-
-def one_line(error: BaseException) -> str:
-    """The message of ``error`` on one line, or its type where it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def install_command(extra: str) -> str:
-    """The command that installs an extra of this package."""
-    return f"pip install 'cupyflash[{extra}]'"
-
-
-def gpu_obstacle() -> str | None:
-    """Why CuPy can't run anything here; None where it can.
-
-    This imports CuPy, and whatever that raises is an answer and no failure: a broken installation
-    fails in many ways (ImportError, OSError, AttributeError, its own CUDARuntimeError).
-    """
-    try:
-        cupy = _arrays.import_cupy()
-        if cupy.cuda.runtime.is_hip:
-            return "this CuPy is built for ROCm; cupyflash needs one built for CUDA"
-        if cupy.cuda.runtime.getDeviceCount() == 0:
-            return "CuPy sees no GPU"
-    except Exception as error:
-        cause = error.__cause__
-        if isinstance(cause, ImportError) and not isinstance(cause, ModuleNotFoundError):
-            return f"CuPy can't be imported: {one_line(cause)}"
-        return one_line(error)
-    return None
 
 
 def pick_device(asked: str) -> tuple[Any, str]:

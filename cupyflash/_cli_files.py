@@ -9,10 +9,11 @@ import zipfile
 import zlib
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from cupyflash._cli_common import CommandError, one_line
+from cupyflash import _dtypes
+from cupyflash._cli_common import CommandError
+from cupyflash._messages import one_line
 
 _NPY_MAGIC = b"\x93NUMPY"
 _LOCAL_HEADER_BYTES = 30  # of a zip member; the lengths of its name and extra field come last
@@ -67,7 +68,7 @@ def as_dtype(array: np.ndarray, dtype: str | None, path: str) -> np.ndarray:
         The array is made of raw bytes, or of something that is no real number.
     """
     if array.dtype == np.dtype("V2") and dtype == "bfloat16":
-        return array.view(ml_dtypes.bfloat16)
+        return array.view(_dtypes.bfloat16)
     if array.dtype.kind == "V":
         hint = "; --dtype bfloat16 reads them so" if array.dtype == np.dtype("V2") else ""
         raise CommandError(
@@ -77,7 +78,7 @@ def as_dtype(array: np.ndarray, dtype: str | None, path: str) -> np.ndarray:
         return array
     if array.dtype.kind not in "fiu":
         raise CommandError(f"{path}: {array.dtype} can't be converted to {dtype}")
-    return array.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype, copy=False)
+    return array.astype(_dtypes.named(dtype), copy=False)
 
 
 def npy_writer(array: Any) -> Any:

@@ -23,7 +23,9 @@ import ml_dtypes
 import numpy as np
 
 from cupyflash import __version__, _cache, _compile
-from cupyflash._cli_common import bytes_text, gpu_obstacle, install_command, one_line
+from cupyflash._cli_common import bytes_text
+from cupyflash._gpu import gpu_obstacle
+from cupyflash._messages import install_command, one_line
 
 _CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 
-from cupyflash._cli_common import CommandError, add_mask_options, one_line
+from cupyflash import _dtypes
+from cupyflash._cli_common import CommandError, add_mask_options
+from cupyflash._messages import one_line
 from cupyflash.plan import Algorithm1, plan
 
 
@@ -25,9 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=(1, None),
         help="query heads, and key heads where they are fewer, as in 32/8 (default: 1)",
     )
-    size.add_argument(
-        "--dtype", default="float16", help="float16 (default), bfloat16, float32 or float64"
-    )
+    size.add_argument("--dtype", default="float16", help=f"{_dtypes.NAMES_TEXT} (default: float16)")
     score = parser.add_argument_group("scores")
     add_mask_options(score)
     score.add_argument("--bias", metavar="DTYPE", help="there is a bias, of that dtype")

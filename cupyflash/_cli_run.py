@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash import _problem
+from cupyflash import _dtypes, _problem
 from cupyflash._cli_common import (
     CommandError,
     add_device_option,
     add_mask_options,
     check_target,
-    one_line,
     pick_device,
     plan_line,
     write_files,
 )
 from cupyflash._cli_files import as_dtype, npy_writer, read_array
+from cupyflash._messages import one_line
 from cupyflash.attention import attention
 from cupyflash.plan import make_plan
 
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lse", metavar="LSE.npy", help="where to write the log-sum-exp, in nats")
     parser.add_argument(
         "--dtype",
-        choices=("float16", "bfloat16", "float32", "float64"),
+        choices=_dtypes.NAMES,
         help="convert q, k and v (and bias and slopes, unless they are float32) first. numpy's "
         "files hold bfloat16 as two raw bytes: bfloat16 reads such files, and writes the output so",
     )

@@ -26,11 +26,11 @@ from typing import Any
 
 from cupyflash import _cache, devices
 from cupyflash._arrays import import_cupy
+from cupyflash._messages import INSTALL_GPU
 
 # No fast math: a kernel names each approximation it makes. Functions without a __device__ are
 # device functions, so that constexpr helpers read as plain C++. -lineinfo changes no code.
 _OPTIONS = ("-std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v")
-_INSTALL = "pip install 'cupyflash[cuda13]' (or 'cupyflash[cuda12]' for a CUDA 12 driver)"
 _WHEEL = re.compile(r"(cuda_bindings|nvidia_cuda_nvrtc(_cu\d+)?)-.+\.(dist|egg)-info")
 # What a kernel may take from the CUDA toolkit; a cubin depends on their text too.
 _TOOLKIT_HEADERS = ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp")
@@ -318,13 +318,13 @@ def _nvrtc() -> Any:
         from cuda.bindings import nvrtc
     except ImportError as error:
         raise ImportError(
-            f"cupyflash: cuda-bindings is missing, and a kernel has to be built: {_INSTALL}"
+            f"cupyflash: cuda-bindings is missing, and a kernel has to be built: {INSTALL_GPU}"
         ) from error
     try:
         nvrtc.nvrtcVersion()
     except Exception as error:  # the loader's own errors have no common base
         raise ImportError(
-            f"cupyflash: NVRTC can't be loaded, and a kernel has to be built: {_INSTALL}"
+            f"cupyflash: NVRTC can't be loaded, and a kernel has to be built: {INSTALL_GPU}"
         ) from error
     return nvrtc
 
@@ -402,7 +402,7 @@ def _failure(
     if missing := re.search(r"open source file \"(cuda_[^\"]+)\"", log):
         # The header is not part of NVRTC; the rest of the log would only hide that.
         return (
-            f"{what}: {missing[1]} is missing. It comes with the CUDA runtime: {_INSTALL}, or "
+            f"{what}: {missing[1]} is missing. It comes with the CUDA runtime: {INSTALL_GPU}, or "
             "set CUDA_PATH to a CUDA toolkit"
         )
     if "--gpu-architecture" in log:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash import _arrays, _checks
-from cupyflash._checks import DTYPES, accumulation_dtype
+from cupyflash import _arrays, _checks, _dtypes
+from cupyflash._dtypes import DTYPES, accumulation_dtype
 
 # The arguments that are arrays, in the order of the public signature.
 ARRAYS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "seqlens_k")
@@ -222,7 +222,7 @@ def from_sizes(
     asked = dtype
     dtype = _checks.named_dtype(asked)
     if asked is None or dtype not in DTYPES:  # None is numpy's name of float64
-        raise TypeError(f"{function}: dtype is {asked!r}; expected {_checks.DTYPE_NAMES}")
+        raise TypeError(f"{function}: dtype is {asked!r}; expected {_dtypes.NAMES_TEXT}")
     sizes = {
         "batch": batch,
         "heads_q": heads_q,

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 from typing import Any
 
+from cupyflash._messages import INSTALL_GPU
 from cupyflash._params import Pointer
 
 BYTES = 128
@@ -115,10 +116,7 @@ def cuda_driver() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise ImportError(
-            "cupyflash: cuda-bindings is missing; pip install 'cupyflash[cuda13]' (or "
-            "'cupyflash[cuda12]' for a CUDA 12 driver)"
-        ) from error
+        raise ImportError(f"cupyflash: cuda-bindings is missing: {INSTALL_GPU}") from error
     return driver
 
 

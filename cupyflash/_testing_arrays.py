@@ -125,7 +125,15 @@ def poison(array):
 
 
 class Guarded(NamedTuple):
-    """A poisoned array and a function that raises if anything around it has changed."""
+    """A poisoned array, and a look at what is around it.
+
+    Attributes
+    ----------
+    array : numpy or CuPy array
+        Every byte 0xFF.
+    check : function
+        Raises AssertionError if anything around the array has changed.
+    """
 
     array: Any
     check: Callable[[], None]

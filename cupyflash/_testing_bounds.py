@@ -10,10 +10,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cupyflash._dtypes import NAMES as DTYPES
 from cupyflash._testing_arrays import copy_with_layout, describe, to_numpy
 from cupyflash.reference import _evaluate, attention_reference
-
-DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +44,7 @@ class Problem:
 
     @property
     def qkv(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The arrays that a kernel takes in front of its options."""
         return self.q, self.k, self.v
 
     @cached_property
@@ -54,7 +54,17 @@ class Problem:
         return attention_reference(*qkv, **kwargs)
 
     def on(self, xp) -> "Problem":
-        """The same problem with its arrays copied to a module (cupy), each in its layout."""
+        """The same problem with its arrays copied, each in its layout.
+
+        Parameters
+        ----------
+        xp : module
+            cupy, or numpy.
+
+        Returns
+        -------
+        Problem
+        """
 
         def moved(x):
             return copy_with_layout(x, xp) if isinstance(x, np.ndarray) else x
@@ -82,6 +92,10 @@ def error(actual, reference) -> float:
     actual, reference : numpy or CuPy arrays of one shape
         Elements where the reference is not finite are left out.
 
+    Returns
+    -------
+    float
+
     Raises
     ------
     ValueError
@@ -99,8 +113,14 @@ def error(actual, reference) -> float:
     actual, reference = actual[known], reference[known]
     if not np.isfinite(actual).all():
         return math.inf
-    difference, norm = np.linalg.norm(actual - reference), np.linalg.norm(reference)
-    return float(difference / norm) if norm else (math.inf if difference else 0.0)
+    difference, norm = _norm(actual - reference), _norm(reference)
+    return difference / norm if norm else (math.inf if difference else 0.0)
+
+
+def _norm(x) -> float:
+    """Euclidean, of numbers whose squares may leave the range of float64."""
+    largest = float(np.abs(x).max(initial=0.0))
+    return largest * float(np.linalg.norm(x / largest)) if 0 < largest < math.inf else largest
 
 
 def assert_attention_close(actual, expected, *, max_score: float = 8.0) -> None:
@@ -118,6 +138,9 @@ def assert_attention_close(actual, expected, *, max_score: float = 8.0) -> None:
       exact attention: ``min(sum_j p_j |v_j|, |o| + 4 sqrt(sum_j p_j^2 v_j^2)) u + |o| u``, and
       1e-6 g for the float32 arithmetic around it. Against a plain reference, whose P is not
       known, ``||o - ref|| <= 2 u ||ref||``.
+    - Below the smallest normal number of the dtype, t, rounding errs absolutely, and the arithmetic
+      may flush: with t in float32 and float64, u t in 16 bits (beside float32's own t), each
+      element may err by ``t (1 + sum_j |v_j|)``, and by 2 t against a plain reference.
     - lse: ``c g max(1, |lse|)``, 1e-5 in place of c for 16 bits; -inf exactly where it must be,
       and o exactly 0 there.
 
@@ -164,14 +187,15 @@ def assert_attention_close(actual, expected, *, max_score: float = 8.0) -> None:
         raise AssertionError(f"o is not 0 in a row that sees no key{title}")
     known = np.isfinite(ref_o)
     bound = _Bound(o.dtype, expected, max_score)
+    floor = _norm(np.broadcast_to(bound.floor, ref_o.shape)[known])
     if bound.element is not None:
         _check_elements("o", o, ref_o, bound.element, title)
     if bound.relative is not None:
-        norm = max(np.linalg.norm(ref_o[known]), bound.norm)
+        norm = max(_norm(ref_o[known]), bound.norm)
         off = np.abs(np.where(known, o.astype(np.float64) - np.where(known, ref_o, 0.0), 0.0))
-        if not np.linalg.norm(off) <= bound.relative * norm:
+        if not _norm(off) <= bound.relative * norm + floor:
             raise AssertionError(
-                f"o: ||actual - reference|| is {np.linalg.norm(off):.3g} where ||reference|| is "
+                f"o: ||actual - reference|| is {_norm(off):.3g} where ||reference|| is "
                 f"{norm:.3g}, the bound is {bound.relative:.3g} times that; "
                 f"{_worst(o, ref_o, off)}{title}"
             )
@@ -194,6 +218,7 @@ class _Bound:
 
     relative  of ||o - ref||, or None where each element has its own bound
     norm      ||ref|| is not taken to be smaller than this
+    floor     of each |o - ref|, added to the relative bound
     element   of each |o - ref|, or None where only the reference is known
     lse       of |lse - ref| / max(1, |ref|)
     """
@@ -202,6 +227,12 @@ class _Bound:
         c = 1e-14 if dtype == np.float64 else 1e-6
         unit = float(ml_dtypes.finfo(dtype).eps) / 2
         half = dtype.itemsize == 2
+        # The accumulation dtype may flush below its smallest normal number; the 16-bit dtypes round
+        # absolutely there.
+        accumulator = np.float64 if dtype == np.float64 else np.float32
+        flushed = float(np.finfo(accumulator).smallest_normal)
+        if half:
+            flushed += unit * float(ml_dtypes.finfo(dtype).smallest_normal)
         evaluated = None
         if isinstance(expected, Problem):
             qkv, kwargs = _on_host(expected)
@@ -215,7 +246,7 @@ class _Bound:
             growth = max(growth, rounding_walk * (max_score - 16) / 8)
         self.lse = (1e-5 if half else c) * growth
         self.relative = 2 * unit if half else c * growth
-        self.norm, self.element = 0.0, None
+        self.norm, self.element, self.floor = 0.0, None, 2 * flushed
         if evaluated is None:
             return
 
@@ -224,21 +255,18 @@ class _Bound:
         with np.errstate(invalid="ignore", over="ignore"):
             linear, quadratic = p @ v, np.sqrt(p**2 @ v**2)
             size = np.abs(evaluated.o)
-        self.norm = float(np.linalg.norm(quadratic[np.isfinite(quadratic)]))
+        self.norm = _norm(quadratic[np.isfinite(quadratic)])
+        floor = flushed * (1 + seen.sum(-2, keepdims=True))
+        shape = expected.reference[0].shape
+        self.floor = np.broadcast_to(floor, size.shape).reshape(shape)
         # Whatever the scores: an average of values is no larger than they are.
         element = np.broadcast_to(2.00002 * seen.max(-2, keepdims=True, initial=0.0), size.shape)
         if half:
             self.relative = None
             if c * growth < 0.25:  # else the scores' own errors may give the row to another key
                 element = 4 * c * growth * linear
-            # Below its smallest normal number the dtype rounds P and o absolutely.
-            flushed = unit * float(ml_dtypes.finfo(dtype).smallest_normal)
-            element = (
-                element
-                + unit * (np.minimum(linear, size + 4 * quadratic) + size)
-                + flushed * (1 + seen.sum(-2, keepdims=True))
-            )
-        self.element = element.reshape(expected.reference[0].shape)
+            element = element + unit * (np.minimum(linear, size + 4 * quadratic) + size) + floor
+        self.element = element.reshape(shape)
 
 
 def _on_host(problem):

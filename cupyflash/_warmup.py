@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyflash import _compile, _sm80
+from cupyflash import _checks, _compile, _sm80
 from cupyflash.plan import Plan, plan
 
 
@@ -31,7 +31,7 @@ def warmup(*, device: int | str = 0, **sizes: Any) -> Plan:
     Raises
     ------
     TypeError, ValueError
-        As :func:`plan`; and for a GPU that is only named.
+        As :func:`plan`; and for a GPU that is only named or described.
     ImportError, RuntimeError
         CuPy or NVRTC is missing, or a kernel does not load.
 
@@ -41,13 +41,14 @@ def warmup(*, device: int | str = 0, **sizes: Any) -> Plan:
     >>> warmup(seqlen_q=4096, head_dim=64, dtype="float16", device="cpu").kernel
     'host'
     """
-    if isinstance(device, str) and device.lower() != "cpu":
+    if not isinstance(device, str):
+        device = _checks.integer("warmup", "device", device)
+    elif device.lower() != "cpu":
         raise ValueError(
             f"warmup: device is {device!r}; expected the number of a GPU that is there, or 'cpu'"
         )
     made = plan(device=device, **sizes)
-    if made.device is not None:
-        assert isinstance(device, int)
+    if not isinstance(device, str):
         _compile.load(made.kernel, made.options, device, made.smem_bytes)
         if made.parts is not None and made.parts.splits > 1:
             options = _sm80.combine_options(made.problem.dtype.name)

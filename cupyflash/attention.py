@@ -64,7 +64,8 @@ def attention(
     softmax_scale : float, optional
         Any finite non-zero number; default ``1 / sqrt(head_dim)``.
     softcap : float, optional
-        Positive bound of the scores, by ``tanh``.
+        Positive bound of the scores, by ``tanh``. Below 1e-12 it is taken as that, above 1e34 as
+        no bound (float64 inputs: 1e-30 and 1e150), which changes no result.
     bias : array, optional
         Of q's dtype or float32; broadcasts to (..., heads_q, seqlen_q, seqlen_k) and is never
         expanded in memory. -inf hides as ``mask`` does.
@@ -72,16 +73,16 @@ def attention(
         True where a query sees a key; broadcasts as ``bias``. Keys hidden from every query of a
         head are never multiplied, so NaN there changes nothing; a NaN in a row of ``v`` that only
         some queries see may reach others, as ``0 * NaN`` does in numpy.
-    alibi_slopes : array, optional
+    alibi_slopes : array or sequence of float, optional
         float32 or q's dtype; broadcasts to (..., heads_q).
-    seqlens_k : int or array of int, optional
+    seqlens_k : int, or array or sequence of int, optional
         How many keys of each batch entry are in use, broadcasting to the batch axes; ``offset``
         uses that length. Values on a GPU are clamped to 0..seqlen_k there, others are checked.
     return_lse : bool, default False
         Also return the log-sum-exp of each row's scores.
     out : array, optional
-        Where to write the output: its shape and dtype, any strides, no memory shared with an
-        input.
+        Where to write the output: its shape and dtype, any strides, no element twice, no memory
+        shared with an input. On a GPU its elements lie at multiples of their size.
     kernel : str or Algorithm1, optional
         "host" for numpy arrays; "forward_sm90", "forward_sm80" or "fa1_forward", or an
         :class:`Algorithm1` with settings of the last, for arrays on a GPU. By default the plan
@@ -101,13 +102,27 @@ def attention(
         An argument of another type or dtype, or numpy mixed with CuPy.
     ValueError
         Shapes, devices or numbers that don't fit each other, or a kernel that can't run the call.
-        Nothing has been written then.
+        Like a TypeError it is raised before anything is written.
+    ImportError
+        CuPy, or NVRTC where a kernel has to be built, is missing; the message has the command
+        that installs it.
+    RuntimeError
+        CuPy was built for ROCm, a kernel does not build, or the driver refuses it.
 
     Notes
     -----
-    float16 and bfloat16 are computed with float32 statistics and sums; float32 and float64 in
-    their own precision. Work on a GPU goes to the current stream of the arrays' device and is not
-    waited for. Two equal calls give equal bits.
+    float16 and bfloat16 are computed with float32 statistics and sums (tensor cores take the
+    weights rounded to 16 bits); float32 and float64 in their own precision, which is also that of
+    ``lse``. In that precision ``q_i . k_j`` itself and the sums of ``v`` have to stay finite: a
+    GPU multiplies by ``softmax_scale`` after the product (the numpy path scales q first, unless
+    the scale is above 2^32), and weights are divided by their sum at the end, so that ``v`` up to
+    1e29 is safe with a million keys in float32.
+
+    Work on a GPU goes to the current stream of the arrays' device and is not waited for. The first
+    call of a specialisation builds and loads its kernels, which :func:`warmup` does ahead; a CUDA
+    graph captures calls after that. Calls on CuPy arrays are remembered by shapes, strides, dtypes
+    and options. Inputs at odd addresses (of elements that are not at multiples of their size) are
+    copied on every call. Two equal calls give equal bits.
 
     Examples
     --------

@@ -21,11 +21,10 @@ from cupyflash._cli_common import (
     Progress,
     add_device_option,
     check_target,
-    install_command,
-    one_line,
     pick_device,
     write_files,
 )
+from cupyflash._messages import install_command, one_line
 from cupyflash.attention import attention
 from cupyflash.plan import make_plan
 

@@ -19,10 +19,25 @@ _MIB = 1024 * 1024
 class Device:
     """A GPU as the planner sees it; sizes in bytes, bandwidth in bytes per second.
 
-    ``smem_block_bytes`` is what one thread block may opt in to, the M of the paper once it is
-    divided by the element size; ``smem_multiprocessor_bytes`` is shared by all resident blocks.
-    ``multiprocessors``, ``l2_bytes`` and ``memory_bandwidth`` belong to the named product, the
-    other limits to its compute capability.
+    Parameters
+    ----------
+    name : str
+        Of the product.
+    compute_capability : tuple of 2 int
+        Major and minor.
+    multiprocessors : int
+        Of the product, as ``l2_bytes`` and ``memory_bandwidth`` are; the other limits are those of
+        the compute capability.
+    smem_block_bytes : int
+        Shared memory that one thread block may opt in to: the M of the paper, once it is divided by
+        the element size.
+    smem_multiprocessor_bytes : int
+        Shared memory of all resident blocks.
+    l2_bytes : int
+    memory_bandwidth : float
+    registers_per_multiprocessor : int
+    threads_per_multiprocessor : int
+    blocks_per_multiprocessor : int
 
     Examples
     --------
@@ -151,6 +166,10 @@ def architecture_device(architecture: str) -> Device:
     architecture : str
         ``"sm_80"``, ``"sm_90a"``, ...
 
+    Returns
+    -------
+    Device
+
     Raises
     ------
     ValueError
@@ -175,6 +194,10 @@ def named_device(name: str) -> Device:
     ----------
     name : str
         ``"H200"``, ``"RTX 4090"``, ``"rtx4090"``, ...
+
+    Returns
+    -------
+    Device
 
     Raises
     ------
@@ -227,21 +250,26 @@ def current_device(device_id: int) -> Device:
     device_id : int
         CuPy's number of the device, ``array.device.id``.
 
+    Returns
+    -------
+    Device
+        The same object each time.
+
     Raises
     ------
     ImportError
         If CuPy is missing.
+    OSError
+        If CuPy can't create its folder in the home directory.
     RuntimeError
         If CuPy was built for ROCm.
     """
     from cupyflash._arrays import import_cupy
+    from cupyflash._gpu import ROCM
 
     runtime = import_cupy().cuda.runtime
     if runtime.is_hip:
-        raise RuntimeError(
-            "cupyflash: this CuPy was built for AMD's ROCm; cupyflash needs an NVIDIA GPU and "
-            "cupy-cuda12x or cupy-cuda13x"
-        )
+        raise RuntimeError(f"cupyflash: {ROCM}")
 
     def attribute(name: str) -> int:
         return int(runtime.deviceGetAttribute(_ATTRIBUTES[name], device_id))

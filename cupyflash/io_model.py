@@ -18,7 +18,20 @@ from cupyflash.tiling import ceil_div
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Elements read and written per array, with the bytes of one element of each."""
+    """Elements read and written per array, with the bytes of one element of each.
+
+    Attributes
+    ----------
+    reads, writes : mapping of str to int
+        Elements by array: "Q", "K", "V", "S", "P", "O", "l", "m", "out", "lse", "bias", "mask".
+    itemsize : mapping of str to int
+        Bytes of one element of each array that there may be.
+
+    Examples
+    --------
+    >>> Traffic({"Q": 100, "K": 50}, {"out": 100}, {"Q": 2, "K": 2, "out": 4}).bytes
+    700
+    """
 
     reads: Mapping[str, int]
     writes: Mapping[str, int]
@@ -55,6 +68,24 @@ def notes_estimate(problem: AttentionProblem, M: int) -> float:
 
     Where the lengths or the head dims differ, N^2 is ``seqlen_q seqlen_k`` and 4d is
     ``2 (head_dim + head_dim_v)``.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+        Sizes; ``plan(...).problem`` is one.
+    M : int
+        SRAM size in elements.
+
+    Returns
+    -------
+    float
+        Elements, of all heads of the batch.
+
+    Examples
+    --------
+    >>> from cupyflash import plan
+    >>> notes_estimate(plan(seqlen_q=4096, head_dim=64, device="H200").problem, M=65536)
+    16777216.0
     """
     four_d = 2 * (problem.head_dim + problem.head_dim_v)
     steps = problem.seqlen_q * four_d / M * problem.seqlen_k * four_d / M
@@ -65,6 +96,22 @@ def standard_attention(problem: AttentionProblem) -> Traffic:
     """Three passes over an N x N matrix: S = Q K^T, P = softmax(S), O = P V.
 
     Per head: ``4 N^2 + 4 N d`` elements. S and P have the accumulation dtype.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+        Sizes, dtype, and whether there are a bias and a mask.
+
+    Returns
+    -------
+    Traffic
+
+    Examples
+    --------
+    >>> from cupyflash import plan
+    >>> traffic = standard_attention(plan(seqlen_q=1000, head_dim=64, device="H200").problem)
+    >>> traffic.elements_read + traffic.elements_written == 4 * 1000**2 + 4 * 1000 * 64
+    True
     """
     n_q, n_k = problem.seqlen_q, problem.seqlen_k
     heads = problem.batch * problem.heads_q
@@ -90,6 +137,28 @@ def algorithm1(
     hidden by causal or window are not visited. Line 2's initialisation is counted. With 16-bit
     inputs O is float32 until its last step, which writes the 16-bit output in its place. Bias and
     mask are read for the pairs that see each other by position.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+        Sizes and options.
+    Br, Bc : int
+        Rows of a block of queries and of a block of keys.
+    chunks : int
+        Thread blocks that share a head.
+    return_lse : bool
+        Count lse too.
+
+    Returns
+    -------
+    Traffic
+
+    Examples
+    --------
+    >>> from cupyflash import plan
+    >>> p = plan(seqlen_q=128, head_dim=64, dtype="float32", device="H200").problem
+    >>> algorithm1(p, Br=64, Bc=32).reads["K"], algorithm1(p, Br=64, Bc=32).reads["Q"]
+    (8192, 32768)
     """
     blocks = _QueryBlocks(problem, Br, Bc)
     heads = problem.batch * problem.heads_q
@@ -175,7 +244,23 @@ def q_outer(
 
 
 def visible_pairs(problem: AttentionProblem) -> int:
-    """Pairs (query, key) of one head that see each other by position, all keys being in use."""
+    """Pairs (query, key) of one head that see each other by position, all keys being in use.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+        Lengths, causal and window.
+
+    Returns
+    -------
+    int
+
+    Examples
+    --------
+    >>> from cupyflash import plan
+    >>> visible_pairs(plan(seqlen_q=4, head_dim=8, causal=True, device="cpu").problem)
+    10
+    """
     n_q, n_k, offset = problem.seqlen_q, problem.seqlen_k, problem.diagonal_offset
 
     def below(diagonal: int) -> int:

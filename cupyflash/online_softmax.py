@@ -37,14 +37,28 @@ __all__ = [
 
 
 class Statistics(NamedTuple):
-    """Running max m and sum l of each row, both of the rows' shape."""
+    """Running max m and sum l of each row.
+
+    Attributes
+    ----------
+    m, l : array (*rows)
+        -inf and 0 before any key has been seen.
+    """
 
     m: Any
     l: Any
 
 
 class OutputState(NamedTuple):
-    """Statistics with the attention over the keys so far, O (*rows, head_dim_v), divided by l."""
+    """Statistics, with the attention over the keys so far.
+
+    Attributes
+    ----------
+    m, l : array (*rows)
+        As in `Statistics`.
+    O : array (*rows, head_dim_v)
+        Divided by l.
+    """
 
     m: Any
     l: Any
@@ -52,7 +66,15 @@ class OutputState(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What HBM holds after one inner step of Algorithm 1; j and i count from 1 as the paper's."""
+    """What HBM holds after one inner step of Algorithm 1.
+
+    Attributes
+    ----------
+    j, i : int
+        The blocks of keys and of queries of the step, counted from 1 as the paper's.
+    O : array (seqlen_q, head_dim_v)
+    l, m : array (seqlen_q,)
+    """
 
     j: int
     i: int

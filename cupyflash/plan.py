@@ -7,11 +7,13 @@ import dataclasses
 import functools
 from typing import Any
 
-from cupyflash import _checks, _problem, _sm80, _sm90, devices, io_model, tiling
+from cupyflash import _checks, _gpu, _problem, _sm80, _sm90, devices, io_model, tiling
 from cupyflash._launch import MAX_GRID_X
 from cupyflash._problem import AttentionProblem
 from cupyflash.devices import Device
 from cupyflash.tiling import Tiling
+
+__all__ = ["KERNELS", "Algorithm1", "Plan", "plan"]
 
 KERNELS = ("host", "fa1_forward", _sm80.KERNEL, _sm90.KERNEL)
 
@@ -59,11 +61,38 @@ class Algorithm1:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How one call runs; printing it explains the call.
+    """How one call runs, as :func:`plan` finds it; printing it explains the call.
 
-    ``device`` is None for the host. ``tiling`` (of ``fa1_forward``) or ``tiles`` (of the kernels
-    that have theirs at compile time), ``parts`` (of ``forward_sm80``), ``grid``, ``block``,
-    ``smem_bytes`` and ``options`` are those of the launch (None, empty or 0 for the host).
+    Attributes
+    ----------
+    kernel : str
+        One of ``KERNELS``.
+    problem : AttentionProblem
+        Sizes and options of the call, without arrays.
+    device : Device or None
+        None for the host, which has none of what follows either.
+    tiling : Tiling or None
+        M, B_r, B_c and the SRAM of ``fa1_forward``.
+    tiles : Tiles or None
+        Tiles of ``forward_sm90`` or ``forward_sm80``, which they are compiled for: ``Br``, ``Bc``,
+        ``head_dim``, ``head_dim_v`` and more.
+    parts : Parts or None
+        How ``forward_sm80`` divides the work: ``splits`` of the keys and more.
+    chunks : int
+        Thread blocks of ``fa1_forward`` that share a head.
+    grid, block : tuple of 3 int
+        Thread blocks of the launch, and threads of one. Batch axes that can't be walked as one are
+        launches of their own, each with a grid of its part.
+    smem_bytes : int
+        Dynamic shared memory of a thread block.
+    options : tuple of str
+        The -D macros that make the specialisation.
+
+    Examples
+    --------
+    >>> p = plan(seqlen_q=4096, head_dim=128, heads_q=16, dtype="bfloat16", device="H200")
+    >>> p.kernel, p.tiles.Br, p.tiles.Bc, f"{p.flops:.3g}"
+    ('forward_sm90', 128, 176, '1.37e+11')
     """
 
     kernel: str
@@ -229,25 +258,17 @@ def make_plan(
 
 def _device(device: str | int | Device | None) -> Device | None:
     if device is None:
-        count = _gpu_count()
-        return devices.current_device(0) if count else None
+        return devices.current_device(0) if _gpu.gpu_count() else None
     if isinstance(device, Device):
         return device
     if isinstance(device, str):
         return None if device.lower() == "cpu" else devices.named_device(device)
     number = _checks.integer("plan", "device", device)
-    if not 0 <= number < _gpu_count():
-        raise ValueError(f"plan: device is {number}; this machine has {_gpu_count()} GPUs")
+    count = _gpu.gpu_count()
+    if not 0 <= number < count:
+        reason = "" if count else f" ({_gpu.gpu_obstacle()})"
+        raise ValueError(f"plan: device is {number}; this machine has {count} GPUs{reason}")
     return devices.current_device(number)
-
-
-def _gpu_count() -> int:
-    try:
-        import cupy
-
-        return cupy.cuda.runtime.getDeviceCount()
-    except Exception:  # CuPy or the driver is missing, broken or too old: no GPU then
-        return 0
 
 
 def _plan(

@@ -19,7 +19,14 @@ __all__ = [
 
 
 class ReferenceGradients(NamedTuple):
-    """Gradients in float64, each of its input's own shape; dbias is None without a bias."""
+    """Gradients in float64, each of its input's own shape.
+
+    Attributes
+    ----------
+    dq, dk, dv : array
+    dbias : array or None
+        None without a bias.
+    """
 
     dq: np.ndarray
     dk: np.ndarray

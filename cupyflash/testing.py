@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
+from cupyflash import _dtypes
 from cupyflash._testing_arrays import (
     LAYOUTS,
     Guarded,
@@ -74,6 +75,16 @@ MAGNITUDES = ("unit", "tiny", "large", "shifted", "limit")
 
 def tile_edges(*tiles: int) -> list[int]:
     """Lengths around the edges of tiles: 0, 1, and for each tile size n: n - 1, n, n + 1, 2n + 1.
+
+    Parameters
+    ----------
+    *tiles : int
+        Sizes of tiles.
+
+    Returns
+    -------
+    list of int
+        In ascending order.
 
     Raises
     ------
@@ -176,7 +187,7 @@ def _problems(
         return draw(st.sampled_from(choices))
 
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    dtype = _dtype(pick(dtypes))
+    dtype = _dtypes.named(pick(dtypes))
     magnitude = pick(magnitudes)
     has = draw(st.sets(st.sampled_from(options), max_size=max_options)) if options else set()
 
@@ -241,10 +252,6 @@ def _problems(
     arrays = {name: arrange(x, plans[name][0], axis=plans[name][1]) for name, x in values.items()}
     note = f"{magnitude} scores" + (", unused keys NaN" if "poisoned" in has else "")
     return Problem(**arrays, kwargs=kwargs, note=note)
-
-
-def _dtype(name: str) -> np.dtype:
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 def _random_mask(rng, shape) -> np.ndarray:

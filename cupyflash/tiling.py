@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from cupyflash._dtypes import NAMES
 from cupyflash._problem import AttentionProblem
 
 # What fa1_forward.cu does best with: a lane owns every 32nd key, a warp strips of eight queries,
@@ -26,12 +27,42 @@ FA1_THREADS = 512
 
 
 def ceil_div(a: int, b: int) -> int:
-    """``ceil(a / b)`` in integers."""
+    """``ceil(a / b)`` in integers.
+
+    Parameters
+    ----------
+    a, b : int
+        b is positive.
+
+    Returns
+    -------
+    int
+
+    Examples
+    --------
+    >>> ceil_div(65, 64)
+    2
+    """
     return -(-a // b)
 
 
 def round_up(a: int, b: int) -> int:
-    """The smallest multiple of ``b`` that is at least ``a``."""
+    """The smallest multiple of ``b`` that is at least ``a``.
+
+    Parameters
+    ----------
+    a, b : int
+        b is positive.
+
+    Returns
+    -------
+    int
+
+    Examples
+    --------
+    >>> round_up(65, 64)
+    128
+    """
     return ceil_div(a, b) * b
 
 
@@ -81,6 +112,27 @@ def sram_terms(
     by what its accesses ask for: rows of 16-byte vectors, K_j's an odd number of them (no bank
     conflicts); Q_i and S_ij in whole strips; two factors a row beside l and m; addresses; with
     ``general``, a flag a key.
+
+    Parameters
+    ----------
+    Br, Bc : int
+        Rows of a block of queries and of a block of keys.
+    head_dim, head_dim_v : int
+        Columns of q and k, and of v.
+    itemsize : int
+        Bytes of an element: 4, or 8 for float64 inputs.
+    general : bool
+        Whether scores are changed or hidden by softcap, bias, mask or ALiBi.
+
+    Returns
+    -------
+    dict of str to int
+        Elements by term.
+
+    Examples
+    --------
+    >>> sram_terms(64, 32, 64, 64, 4, general=False)["S_ij"]
+    2048
     """
     vec = 16 // itemsize
     ldq = round_up(head_dim, vec)
@@ -105,9 +157,28 @@ def sram_terms(
 class Tiling:
     """Block sizes of one ``fa1_forward`` call, and the SRAM that they take.
 
-    ``M`` is what was given, ``M_used`` the largest M whose true budget fits (M itself where that
-    does). ``Br`` and ``Bc`` follow from M_used, rounded to whole warps of work unless M was asked
-    for.
+    Attributes
+    ----------
+    M : int
+        Elements of SRAM: all that the device has, or what was asked for.
+    M_used : int
+        The largest M whose true budget fits; M itself where that does.
+    Br, Bc : int
+        Rows of a block of queries and of a block of keys. They follow from M_used, rounded to
+        whole warps of work unless M was asked for.
+    Tr, Tc : int
+        Blocks of queries and of keys.
+    itemsize : int
+        Bytes of an element of SRAM.
+    terms : tuple of (str, int)
+        The elements that a thread block holds, by term; see :func:`sram_terms`.
+
+    Examples
+    --------
+    >>> from cupyflash import plan
+    >>> t = plan(seqlen_q=4096, head_dim=64, device="T4", kernel="fa1_forward").tiling
+    >>> t.M, t.M_used, t.Br, t.Bc, t.smem_bytes
+    (16384, 12288, 48, 32, 48768)
     """
 
     M: int
@@ -134,7 +205,19 @@ def algorithm1_tiling(
     SRAM, B_c is rounded down to whole warps of keys and B_r to whole strips of queries, and
     neither exceeds what the sequences need.
 
-    Returns None where not even one row of each fits.
+    Parameters
+    ----------
+    problem : AttentionProblem
+        Lengths, head dims, dtype and options.
+    sram_bytes : int
+        Shared memory that a thread block may have.
+    sram_elements : int, optional
+        M.
+
+    Returns
+    -------
+    Tiling or None
+        None where not even one row of each fits, or not what was asked for.
     """
     itemsize = problem.acc_dtype.itemsize
     d, dv = problem.head_dim, problem.head_dim_v
@@ -191,13 +274,25 @@ def _largest_that_fits(M: int, Bc: int, four_d: int, fits) -> tuple[int, int]:
 
 
 def spill_bytes_allowed(kernel: str, architecture: str) -> int:
-    """How much a thread may spill where the compiler can't be talked out of it, and why.
+    """How many bytes a thread may spill where the compiler can't be talked out of it.
 
     fa1_forward's 512 threads have 128 registers each and its products fill them; what ptxas puts
     to local memory are the numbers of the step (i, j), read once a step. The loops of the products
     hold no access to local memory (read in the SASS for sm_90a, sm_100 and sm_120). Volta has no
-    uniform registers, so that what is the same for all lanes takes ordinary ones. forward_sm80,
-    in the making, spills up to 12 bytes on sm_80; they are to go before a plan chooses it.
+    uniform registers, so that what is the same for all lanes takes ordinary ones. forward_sm80
+    spills up to 12 bytes on sm_80.
+
+    Parameters
+    ----------
+    kernel : str
+        Name of the kernel.
+    architecture : str
+        "sm_80", "sm_90a", ...
+
+    Returns
+    -------
+    int
+        0 for all other kernels.
     """
     if kernel == "forward_sm80":
         return 16
@@ -207,11 +302,20 @@ def spill_bytes_allowed(kernel: str, architecture: str) -> int:
 
 
 def specialisations() -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
-    """Every (kernel, options, architectures) that the tile table can ask to be built."""
+    """Every (kernel, options, architectures) that the tile table can ask to be built.
+
+    Yields
+    ------
+    kernel : str
+    options : tuple of str
+        The -D macros of the specialisation.
+    architectures : tuple of str
+        Where a plan may ask for it.
+    """
     from cupyflash import _sm80, _sm90  # which use this module
 
     architectures = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
-    for dtype in ("float16", "bfloat16", "float32", "float64"):
+    for dtype in NAMES:
         for general in (False, True):
             yield "fa1_forward", fa1_options(dtype, general), architectures
     yield from _sm80.specialisations()
@@ -219,5 +323,23 @@ def specialisations() -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
 
 
 def fa1_options(dtype: str, general: bool) -> tuple[str, ...]:
-    """What ``fa1_forward`` is specialised by; sizes are run-time numbers."""
+    """What ``fa1_forward`` is specialised by; sizes are run-time numbers.
+
+    Parameters
+    ----------
+    dtype : str
+        Name of q's dtype.
+    general : bool
+        Whether scores are changed or hidden by softcap, bias, mask or ALiBi.
+
+    Returns
+    -------
+    tuple of str
+        -D macros.
+
+    Examples
+    --------
+    >>> fa1_options("float16", general=False)
+    ('-DCUPYFLASH_ELEMENT=float16', '-DCUPYFLASH_GENERAL=0')
+    """
     return (f"-DCUPYFLASH_ELEMENT={dtype}", f"-DCUPYFLASH_GENERAL={int(general)}")

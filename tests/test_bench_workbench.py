@@ -10,7 +10,7 @@ import warnings
 import numpy as np
 import pytest
 
-from cupyflash import _bench, _bench_gpu, _bench_grids, _bench_torch, devices
+from cupyflash import _bench, _bench_gpu, _bench_grids, _bench_torch, _dtypes, devices
 from cupyflash._bench import Report
 from cupyflash._bench_grids import BANDWIDTH, FLOPS, HOST, OPTIONS, Row, rows_of
 from cupyflash.reference import attention_reference
@@ -27,7 +27,7 @@ class TestReference:
         row = Row("options", dtype, 2, 4, 2, 37, 700, 16, **given)
 
         def normal(*shape):
-            return rng.standard_normal(shape).astype(_bench_grids.element_type(dtype))
+            return rng.standard_normal(shape).astype(_dtypes.named(dtype))
 
         arrays = normal(2, 4, 37, 16), normal(2, 2, 700, 16), normal(2, 2, 700, 16)
         options = {"causal": row.causal}
@@ -47,7 +47,7 @@ class TestReference:
                 np.testing.assert_allclose(actual, expected[-1, head, ::step], rtol=1e-10)
 
     def test_float64_reads_the_bits_of_bfloat16(self):
-        x = np.array([1.5, -2.0, 3e38, np.inf, 0.0]).astype(_bench_grids.element_type("bfloat16"))
+        x = np.array([1.5, -2.0, 3e38, np.inf, 0.0]).astype(_dtypes.named("bfloat16"))
         np.testing.assert_array_equal(_bench_gpu.float64(x), x.astype(np.float64))
         np.testing.assert_array_equal(_bench_gpu.float64(x[::2]), x[::2].astype(np.float64))
 
@@ -151,7 +151,7 @@ class FakeTorch:
 
     __version__ = "2.11.0"
     float32, float64 = np.float32, np.float64
-    bfloat16, bool = _bench_grids.element_type("bfloat16"), np.bool_
+    bfloat16, bool = _dtypes.named("bfloat16"), np.bool_
 
     def __init__(self):
         def attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from paths import KERNELS, normal, qkv
 
-from cupyflash import Algorithm1, _call, _problem, attention, clear_cache, warmup
+from cupyflash import Algorithm1, _call, _problem, attention, clear_cache, devices, warmup
+from cupyflash.devices import named_device
 from cupyflash.reference import attention_reference
 from cupyflash.testing import assert_attention_close
 
@@ -267,3 +268,23 @@ def test_warmup_without_a_gpu_has_nothing_to_do():
 def test_warmup_for_a_gpu_that_is_only_named():
     with pytest.raises(ValueError, match="device is 'H200'"):
         warmup(seqlen_q=10, head_dim=8, device="H200")
+
+
+@pytest.mark.parametrize("device", [None, True, 0.0, named_device("H200")])
+def test_warmup_takes_a_number_or_cpu(device):
+    with pytest.raises(TypeError, match=r"^warmup: device is .*; expected an integer"):
+        warmup(seqlen_q=10, head_dim=8, device=device)
+
+
+def test_warmup_of_a_gpu_that_is_there(monkeypatch):
+    loaded = []
+    monkeypatch.setattr(devices, "current_device", lambda number: named_device("H200"))
+    monkeypatch.setattr("cupyflash._gpu.gpu_count", lambda: 2)
+    monkeypatch.setattr("cupyflash._compile.load", lambda *call: loaded.append(call))
+    made = warmup(seqlen_q=1, seqlen_k=9000, head_dim=64, heads_q=2, device=np.int64(1))
+    assert made.parts.splits > 1
+    assert [(kernel, device) for kernel, _, device, _ in loaded] == [
+        ("forward_sm80", 1),
+        ("combine", 1),
+    ]
+    assert loaded[0][1:] == (made.options, 1, made.smem_bytes)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""The device table and what follows from it."""
+"""The device table and what follows from it; whether there is a GPU."""
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
-from cupyflash import devices
+from cupyflash import _gpu, devices, plan
 
 
 @pytest.mark.parametrize(
@@ -61,3 +64,47 @@ def test_unknown_names_list_the_known_ones():
 )
 def test_resident_blocks(name, threads, registers, smem_bytes, blocks):
     assert devices.named_device(name).resident_blocks(threads, registers, smem_bytes) == blocks
+
+
+def fake_cupy(gpus, is_hip=False):
+    """As much of CuPy as tells whether there is a GPU."""
+    runtime = SimpleNamespace(is_hip=is_hip, getDeviceCount=lambda: gpus)
+    return SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+
+
+@pytest.mark.parametrize(
+    ("cupy", "obstacle"),
+    [
+        (None, "cupyflash needs CuPy for arrays on a GPU: pip install 'cupyflash[cuda13]'"),
+        (fake_cupy(0), "CuPy sees no GPU"),
+        (
+            fake_cupy(2, is_hip=True),
+            "this CuPy was built for AMD's ROCm; cupyflash needs",
+        ),
+    ],
+)
+def test_no_gpu_and_why(cupy, obstacle, monkeypatch):
+    """None in sys.modules is a module that can't be found."""
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    assert _gpu.gpu_obstacle().startswith(obstacle)
+    assert _gpu.gpu_count() == 0
+    assert plan(seqlen_q=5, head_dim=8).kernel == "host"
+    with pytest.raises(
+        ValueError, match=r"plan: device is 0; this machine has 0 GPUs \("
+    ) as caught:
+        plan(seqlen_q=5, head_dim=8, device=0)
+    assert obstacle in str(caught.value)
+
+
+def test_as_many_gpus_as_cupy_sees(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(2))
+    assert (_gpu.gpu_obstacle(), _gpu.gpu_count()) == (None, 2)
+    with pytest.raises(ValueError, match=r"plan: device is 2; this machine has 2 GPUs$"):
+        plan(seqlen_q=5, head_dim=8, device=2)
+
+
+def test_current_device_of_rocm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(1, is_hip=True))
+    devices.current_device.cache_clear()
+    with pytest.raises(RuntimeError, match="cupyflash: this CuPy was built for AMD's ROCm"):
+        devices.current_device(0)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from paths import KERNELS, qkv
+from problem_calls import Exported
 
 from cupyflash import Algorithm1, _arrays, attention
 from cupyflash.reference import attention_reference
@@ -132,19 +133,6 @@ def test_h32_arrays_on_a_device_that_is_not_current(cupy, kernel):
 # ---- arrays --------------------------------------------------------------------------------------
 
 
-class ThroughDlpack:
-    """An array of another library, to be taken through DLPack."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def __dlpack__(self, **arguments):
-        return self.array.__dlpack__(**arguments)
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
-
-
 class ThroughInterface:
     """An array of another library, to be taken through ``__cuda_array_interface__``."""
 
@@ -154,7 +142,7 @@ class ThroughInterface:
 
 
 @every_gpu_kernel
-@pytest.mark.parametrize("wrapper", [ThroughDlpack, ThroughInterface])
+@pytest.mark.parametrize("wrapper", [Exported, ThroughInterface])
 def test_arrays_of_other_libraries_are_taken_without_a_copy(cupy, wrapper, kernel):
     q, k, v = on_gpu(cupy, 18, 2, 100, 64)
     k = k[:, ::2]
@@ -173,7 +161,7 @@ def test_bfloat16_through_dlpack(cupy):
     import ml_dtypes
 
     q, k, v = on_gpu(cupy, 20, 2, 100, 64, dtype=ml_dtypes.bfloat16)
-    o = attention(*(ThroughDlpack(x) for x in (q, k, v)))
+    o = attention(*(Exported(x) for x in (q, k, v)))
     assert o.dtype == ml_dtypes.bfloat16
     assert (o == attention(q, k, v)).all()
 

@@ -11,7 +11,7 @@ from hostcuda.probes import MARKS as HOSTCUDA
 from hostcuda.probes import floats, kernel, record
 from paths import assert_same_bits, normal, qkv
 
-from cupyflash import _checks, _problem, _sm80, devices
+from cupyflash import _dtypes, _problem, _sm80, devices
 from cupyflash.plan import plan
 from cupyflash.testing import DTYPES, Problem, assert_attention_close
 
@@ -38,7 +38,7 @@ def check(q, k, v, *, splits=None, schedules=False, device=H200, **options):
 
 
 def dtype_of(name):
-    return _checks.bfloat16 if name == "bfloat16" else np.dtype(name)
+    return _dtypes.named(name)
 
 
 class TestOnHostCuda:

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Page 4 of the notes: every count equals that of loops which move the elements one by one."""
 
+import csv
+import runpy
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,13 +14,14 @@ from hypothesis import strategies as st
 
 from cupyflash import _problem, io_model
 from cupyflash.reference import visible
+from cupyflash.testing import DTYPES
 
 lengths = st.integers(0, 40)
 blocks = st.integers(1, 20)
 dims = st.integers(1, 5)
 ends = st.sampled_from([None, -1, 0, 1, 3, 17, 1000])
 options = st.fixed_dictionaries(
-    {"dtype": st.sampled_from(["float16", "bfloat16", "float32", "float64"])},
+    {"dtype": st.sampled_from(DTYPES)},
     optional={
         "causal": st.sampled_from([True, "top_left"]),
         "window": st.tuples(ends, ends),
@@ -220,3 +225,34 @@ def test_bytes_are_of_each_arrays_own_dtype():
         sizes = {n: 1 if n == "mask" else 4 if n in wide else 2 for n in moved}
         assert total == sum(sizes[n] * count for n, count in moved.items())
     assert traffic.bytes == traffic.bytes_read + traffic.bytes_written
+
+
+# ---- docs/io.md ----------------------------------------------------------------------------------
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+with (DOCS / "io.csv").open(newline="") as file:
+    MEASURED = list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def io_page():
+    """``docs/io.py`` as a module."""
+    return SimpleNamespace(**runpy.run_path(str(DOCS / "io.py"), run_name="io_page"))
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda r: f"{r['method']}-{r['dtype']}-{r['N']}")
+def test_the_counts_of_the_page_are_the_models(io_page, row):
+    p = io_page.the_plan(int(row["N"]), row["dtype"], "H200", int(row["heads"]))
+    traffic = p.traffic if row["method"] == "algorithm1" else io_page.standard(p)
+    assert int(row["counted_read"]) == traffic.bytes_read
+    assert int(row["counted_written"]) == traffic.bytes_written
+    measured = int(row["read"]) + int(row["written"])
+    if int(row["N"]) >= 1024:  # less stays in the L2 cache
+        assert measured / traffic.bytes == pytest.approx(1, abs=0.04)
+
+
+def test_the_page_and_its_plot_are_of_the_measurements(io_page):
+    text = (DOCS / "io.md").read_text()
+    shown = text.split(io_page.MARKS[0])[1].split(io_page.MARKS[1])[0]
+    assert shown.split("\n")[1:-1] == io_page.table(MEASURED)
+    assert (DOCS / "io.svg").read_text() == io_page.plot(MEASURED)

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from paths import every_kernel, launches, normal, qkv, run_on_host_cuda
 
-from cupyflash import _arrays, _compile, _launch, _params, plan
+from cupyflash import _arrays, _compile, _launch, _params, _sm80, _sm90, _tensormap, plan
 from cupyflash._launch import MAX_GRID_X, merge_axes
 from cupyflash.testing import Problem, assert_attention_close
 
@@ -231,7 +231,18 @@ def test_no_grid_passes_the_limits(batch, heads):
 
 # ---- the structs of both sides -------------------------------------------------------------------
 
-STRUCTS = {"fa1_forward": ("Fa1Params", _params.FA1_FIELDS)}
+_SCHEDULE = ("bunch", "blocks", "heads", "counter")
+# Each kernel's struct, the fields that Python packs, and what is in front of these.
+STRUCTS = {
+    "fa1_forward": ("Fa1Params", _params.FA1_FIELDS, 0),
+    "forward_sm80": ("Sm80Params", _sm80._FIELDS, 0),
+    "combine": ("CombineParams", _sm80._COMBINE_FIELDS, 0),
+    "forward_sm90": (
+        "Sm90Params",
+        tuple(f"schedule.{name}" if name in _SCHEDULE else name for name in _sm90._FIELDS),
+        3 * _tensormap.BYTES,
+    ),
+}
 _OFFSETS = """
 struct Probe {{ long long* at; }};
 extern "C" __global__ void {kernel}(const __grid_constant__ Probe probe) {{
@@ -244,28 +255,54 @@ extern "C" __global__ void {kernel}(const __grid_constant__ Probe probe) {{
 """
 
 
+def a_record(kernel) -> _launch.LaunchRecord:
+    """One of a call that has all of the kernel's pointers: parts of the keys, many works."""
+    heads = 200 if kernel == "forward_sm90" else 1
+    q, k, v = qkv(0, heads, 70, 64, seqlen_k=5000, heads_k=1, dtype=np.float16)
+    name = "forward_sm80" if kernel == "combine" else kernel
+    *_, records = launches(q, k, v, kernel=name, causal=True, seqlens_k=4000)
+    return next(record for record in records if record.kernel == kernel)
+
+
+def test_every_kernel_has_its_struct_here():
+    assert {*STRUCTS} == {*_compile.kernel_names()}
+
+
 @pytest.mark.parametrize("kernel", [*STRUCTS])
 class TestParameterStruct:
     pytestmark = HOSTCUDA
 
     def test_fields_lie_where_the_kernel_reads_them(self, kernel):
-        name, names = STRUCTS[kernel]
+        name, fields, front = STRUCTS[kernel]
+        record = a_record(kernel)
         text = (_compile.kernels_folder() / f"{kernel}.cu").read_text()
         text = text[: text.index('extern "C" __global__')]
-        offsets = "\n  ".join(f"*at++ = __builtin_offsetof({name}, {field});" for field in names)
-        at = np.zeros(len(names) + 1, np.int64)
-        record = SimpleNamespace(
+        maps = ("Q", "K", "V") if front else ()
+        offsets = "\n  ".join(
+            f"*at++ = __builtin_offsetof({name}, {field});" for field in (*maps, *fields)
+        )
+        at = np.zeros(len(maps) + len(fields) + 1, np.int64)
+        probe = SimpleNamespace(
             kernel=kernel,
-            options=("-DCUPYFLASH_ELEMENT=float32", "-DCUPYFLASH_GENERAL=0"),
+            options=record.options,
             grid=(1, 1, 1),
             block=(1, 1, 1),
             smem_bytes=0,
             params=bytes(8),
             pointers=(_params.Pointer(0, "at", at),),
         )
-        source = text + _OFFSETS.format(kernel=kernel, struct=name, offsets=offsets)
-        hostcuda.run(record, source=source)
-        assert at.tolist() == [8 * n for n in range(len(names) + 1)]
+        text += _OFFSETS.format(kernel=kernel, struct=name, offsets=offsets)
+        hostcuda.run(probe, source=text)
+        *found, size = at.tolist()
+        lie = dict(zip((*maps, *fields), found, strict=True))
+        assert [lie[field] for field in fields] == [front + 8 * n for n in range(len(fields))]
+        assert size == len(record.params)
+        for pointer in record.pointers:
+            prefix = "schedule." if pointer.name in _SCHEDULE else ""
+            assert pointer.offset == lie[prefix + pointer.name]
+        for tensor_map in record.tensor_maps:
+            assert tensor_map.pointer.offset == lie[tensor_map.pointer.name.upper()]
+        assert len(record.tensor_maps) == len(maps)
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from paths import KERNELS, launches, normal, qkv
 from cupyflash import Algorithm1, Plan, _params, _problem, attention, devices, io_model, plan
 from cupyflash._launch import MAX_GRID_X
 from cupyflash.reference import visible
+from cupyflash.testing import DTYPES
 
 fa1_plan = functools.partial(plan, kernel="fa1_forward")
 DEVICE_NAMES = [*devices.DEVICES]
@@ -91,7 +92,7 @@ def test_prints_when_the_whole_sram_is_too_small_for_the_budget():
 
 
 @pytest.mark.parametrize("device", DEVICE_NAMES)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_needs_no_gpu_for_a_named_device(device, dtype):
     for head_dim in (1, 64, 256):
         p = fa1_plan(seqlen_q=1000, head_dim=head_dim, dtype=dtype, device=device)

@@ -2,7 +2,8 @@
 """Pages 2 and 4 of the notes: block sizes from M, and the SRAM that they take."""
 
 import dataclasses
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
 
 import hostcuda
 import numpy as np
@@ -12,10 +13,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from paths import launches, qkv
 
-from cupyflash import Algorithm1, _problem, devices, tiling
+from cupyflash import Algorithm1, _problem, _sm80, devices, plan, tiling
+from cupyflash.testing import DTYPES
 from cupyflash.tiling import algorithm1_tiling, block_sizes, ceil_div, sram_terms
 
-DTYPES = ("float16", "bfloat16", "float32", "float64")
 head_dims = st.integers(1, 256)
 
 
@@ -199,9 +200,54 @@ def test_few_specialisations():
         assert count <= 200, f"{kernel} is built in {count} ways; specialise by less"
 
 
-def test_a_plan_asks_for_nothing_that_is_not_in_the_table():
-    table = {(kernel, options) for kernel, options, _ in tiling.specialisations()}
-    for dtype in DTYPES:
-        for options in ({}, {"causal": True}, {"mask": True}, {"alibi": True}, {"softcap": 1.0}):
-            asked = problem(dtype, **options)
-            assert ("fa1_forward", tiling.fa1_options(asked.dtype.name, asked.general)) in table
+def test_the_table_lists_what_plans_ask_for():
+    """No more and no less: what is not listed is not tested, what is never asked for is dead."""
+    table = {(kernel, options): set(where) for kernel, options, where in tiling.specialisations()}
+    sizes = itertools.product(
+        {device.architecture: device for device in devices.DEVICES.values()}.values(),
+        DTYPES,
+        [(d, dv) for d in (8, 40, 64, 96, 128, 192, 256) for dv in (64, 128, d)],
+        [(1, 600), (300, 300), (5000, 5000)],
+        [{}, {"causal": True}, {"mask": True}],
+        [None, "fa1_forward", "forward_sm80", "forward_sm90"],
+    )
+    asked = defaultdict(set)
+    for device, dtype, (d, dv), (seqlen_q, seqlen_k), options, kernel in sizes:
+        try:
+            made = plan(
+                seqlen_q=seqlen_q,
+                seqlen_k=seqlen_k,
+                head_dim=d,
+                head_dim_v=dv,
+                heads_q=8,
+                dtype=dtype,
+                device=device,
+                kernel=kernel,
+                **options,
+            )
+        except ValueError:
+            assert kernel in ("forward_sm80", "forward_sm90")
+            continue
+        builds = [(made.kernel, made.options)]
+        if made.parts is not None and made.parts.splits > 1:
+            builds.append(("combine", _sm80.combine_options(dtype)))
+        for build in builds:
+            asked[build].add(device.architecture)
+    assert asked == table
+
+
+@pytest.mark.parametrize("kernel", ["fa1_forward", "forward_sm80", "forward_sm90"])
+@pytest.mark.parametrize("seqlen_q", [1, 200])
+def test_launches_are_of_what_the_plan_asked_for(kernel, seqlen_q):
+    table = {(name, options) for name, options, _ in tiling.specialisations()}
+    q, k, v = qkv(0, 2, seqlen_q, 64, seqlen_k=3000, dtype=np.float16)
+    *_, records = launches(q, k, v, kernel=kernel)
+    asked = plan(
+        **{"seqlen_q": seqlen_q, "seqlen_k": 3000, "head_dim": 64, "heads_q": 2},
+        **{"device": "H200", "kernel": kernel},
+    )
+    first = records[0]
+    assert (first.kernel, first.options, first.grid) == (kernel, asked.options, asked.grid)
+    assert (first.block, first.smem_bytes) == (asked.block, asked.smem_bytes)
+    assert {(r.kernel, r.options) for r in records} <= table
+    assert [r.kernel for r in records[1:]] == ["combine"] * (kernel == "forward_sm80")
