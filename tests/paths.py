@@ -37,7 +37,6 @@ _DRAWS = {
         "magnitudes": ("unit", "tiny", "large", "shifted"),
     },
 }
-_CHANGE_SCORES = ("softcap", "bias", "mask", "alibi_slopes")
 _WRITTEN = {"problem.o.data", "problem.lse.data", "O", "lse", "l", "m", "counter"}
 
 
@@ -149,14 +148,16 @@ class Path:
             capability = devices.current_device(device).compute_capability
         if self.kernel == "forward_sm80":
             return capability < (8, 0) or q.shape[-1] > 256
-        scale = options.get("softmax_scale")
+        scale, softcap = options.get("softmax_scale"), options.get("softcap")
+        limit = 2.0**100 if options.get("alibi_slopes") is None else 2.0**20
         return self.kernel == "forward_sm90" and (
             capability != (9, 0)
             or q.dtype.itemsize != 2
             or max(q.shape[-1], v.shape[-1]) > 256
             or 0 in (*q.shape, *k.shape, *v.shape)
-            or any(options.get(name) is not None for name in _CHANGE_SCORES)
-            or not 2.0**-100 < float(1.0 if scale is None else scale) < 2.0**100
+            or any(options.get(name) is not None for name in ("bias", "mask"))
+            or not 1 / limit < float(1.0 if scale is None else scale) < limit
+            or not 1 / limit < float(1.0 if softcap is None else softcap) < limit
             or not all(map(_tma_reads, (q, k, v)))
         )
 

@@ -116,6 +116,18 @@ def test_any_head_dim_with_default_tiles(path, head_dim):
         assert_attention_close(actual, Problem(q, k, values, {"causal": True}))
 
 
+@every_kernel
+@pytest.mark.parametrize("slope", [30.0, -30.0])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_scores_that_rise_or_fall_over_many_tiles(path, dtype, slope):
+    # Each tile outweighs all before it, whichever end a kernel begins at.
+    q, k, v = qkv(12, 1, 2, 20, 64, seqlen_k=path.size(3000, 400), dtype=dtype)
+    q[..., 0] = 1
+    k[..., 0] += np.linspace(0, 8 * slope, k.shape[-2])
+    actual = path(q, k, v, kernel=path.small_tiles(64, 40))
+    assert_attention_close(actual, Problem(q, k, v, {}))
+
+
 # ---- with no tolerance ---------------------------------------------------------------------------
 
 
@@ -246,6 +258,18 @@ def test_writes_every_element_of_a_view_and_nothing_else(path, dtype):
         assert o is view
         assert np.isnan(buffer[outside]).all()
         assert_same_bits((np.ascontiguousarray(o), lse), expected)
+
+
+@every_kernel
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("columns", [17, 60, 72])
+def test_last_columns_that_fill_no_vector(path, dtype, columns):
+    # Rows of o are aligned for vectors, but what lies behind their last column is another's.
+    q, k, v = qkv(13, 1, 2, 21, 80, seqlen_k=30, dtype=dtype)
+    buffer = poison(np.empty((1, 2, 21, 80), dtype))
+    o, lse = path(q, k, v[..., :columns], out=buffer[..., :columns])
+    assert np.isnan(buffer[..., columns:]).all()
+    assert_same_bits((np.ascontiguousarray(o), lse), path(q, k, v[..., :columns]))
 
 
 @every_kernel

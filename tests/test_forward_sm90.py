@@ -7,6 +7,7 @@ import hostcuda
 import ml_dtypes
 import numpy as np
 import pytest
+from hostcuda.probes import MARKS
 from paths import launches, qkv
 
 from cupyflash import _compile, _sm90, _tensormap, attention, devices, plan
@@ -14,6 +15,15 @@ from cupyflash.reference import attention_reference
 
 pytestmark = pytest.mark.kernel("forward_sm90")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def on_host_cuda(test):
+    """Of tests that run the kernel on the CPU."""
+    for mark in MARKS:
+        test = mark(test)
+    return test
+
+
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 WRITES = {"problem.o.data", "problem.lse.data", "counter"}
 
@@ -41,12 +51,11 @@ def run(q, k, v, blocks=None, schedules=False, **options):
     return o, lse
 
 
+@on_host_cuda
 @pytest.mark.parametrize(
     "tiles", _sm90.TABLE, ids=lambda t: f"{t.head_dim}-{t.head_dim_v}-{t.Br}-{t.Bc}"
 )
 def test_each_row_of_the_table(tiles, monkeypatch):
-    if reason := hostcuda.unavailable():
-        pytest.skip(reason)
     monkeypatch.setattr(
         _sm90, "TABLE", (dataclasses.replace(tiles, least_keys=0, most_causal_keys=None),)
     )
@@ -62,8 +71,7 @@ def test_each_row_of_the_table(tiles, monkeypatch):
         plan_cache.cache_clear()
 
 
-@pytest.mark.hostcuda
-@pytest.mark.skipif(bool(hostcuda.unavailable()), reason=str(hostcuda.unavailable()))
+@on_host_cuda
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_works_that_see_nothing_between_others(blocks):
     q, k, v = qkv(2, 6, 1, 200, 64, seqlen_k=150, dtype=np.float16)

@@ -410,6 +410,22 @@ def test_copy_that_is_not_waited_for():
         hostcuda.run_schedules(record(x, y, fault=1), source=kernel(_COPY))
 
 
+def test_copy_over_what_a_product_still_reads():
+    body = (
+        "__shared__ float s[64]; s[t] = x[t]; float* const from = s + t; float* const to = y + t;\n"
+    )
+    body += "auto product = host::issue([=] { *to = *from; }, true);\n"
+    body += 'if (!fault) host::land(product, "product", host::Place::here());\n'
+    body += "host::issue([=] { *from = -1; });\n"
+    body += 'host::land(product, "product", host::Place::here());'
+    x, y = floats(64), floats(64)
+    hostcuda.run_schedules(record(x, y), source=kernel(body))
+    np.testing.assert_array_equal(y, x)
+    newest = Schedule(landing="newest")
+    hostcuda.run(record(x, y, fault=1), source=kernel(body), schedule=newest)
+    assert (y == -1).all()
+
+
 def test_waiting_lands_what_is_on_its_way():
     body = "__shared__ int64 barrier; int& done = host::state_at<int>(&barrier); __syncthreads();\n"
     body += "if (t == 0) host::issue([&] { done = 1; });\n"

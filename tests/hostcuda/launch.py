@@ -25,7 +25,7 @@ _SMEM_LIMIT = 227 * 1024
 _ALIGNMENT = 512  # of an allocation on a GPU
 _GUARD = 0xFF
 _ORDERS = ("forward", "reverse", "random")
-_LANDINGS = ("late", "eager", "random")
+_LANDINGS = ("late", "eager", "random", "newest")
 
 
 class HostFault(Exception):
@@ -53,8 +53,9 @@ class Schedule:
         the order that can go on does, so that one warp runs as far ahead as the program lets it.
         Random: an even seed draws the next thread anew at each step, an odd one draws an order at
         each barrier.
-    landing : {"late", "eager", "random"}
-        When an asynchronous operation takes effect: when it is waited for, at once, or at any time.
+    landing : {"late", "eager", "random", "newest"}
+        When an asynchronous operation takes effect: when it is waited for, at once, or at any time;
+        "newest": only when no thread can go on, copies first and the newest of them, then products.
     seed : int
         For what is random.
     poison : int
@@ -81,6 +82,7 @@ SCHEDULES = (
     Schedule("reverse", "eager"),
     Schedule("random", "random", seed=2),
     Schedule("random", "random", seed=3, poison=0x3C),
+    Schedule("forward", "newest"),
 )
 
 

@@ -104,11 +104,11 @@ def source_of(record: Any, kernels: Path | None = None, source: str | None = Non
     record : LaunchRecord
         Its ``kernel`` and ``options`` are read.
     kernels : Path, optional
-        Root of the sources; the project's ``kernels/`` by default.
+        Root of the sources; :func:`kernels_folder` by default.
     source : str, optional
         Text used in place of the file ``<kernel>.cu``.
     """
-    root = CHECKOUT / "kernels" if kernels is None else Path(kernels)
+    root = kernels_folder() if kernels is None else Path(kernels)
     files = dict(_folder(root)) if root.is_dir() else {}
     twins = {f"ptx/{name}": entry for name, entry in _folder(HERE / "ptx").items()}
     for name in files:
@@ -132,6 +132,12 @@ def _translate(text: str, path: str) -> str:
         return f"{kind}* const {name} = host::dynamic_shared<{kind}>({alignment});{lines}"
 
     return f'#line 1 "{path}"\n' + _DYNAMIC_SHARED.sub(pointer, text)
+
+
+def kernels_folder() -> Path:
+    """``CUPYFLASH_HOSTCUDA_KERNELS``, else ``kernels/`` of the checkout."""
+    named = os.environ.get("CUPYFLASH_HOSTCUDA_KERNELS")
+    return Path(named) if named else CHECKOUT / "kernels"
 
 
 def cache_folder() -> Path:

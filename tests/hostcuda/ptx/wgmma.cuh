@@ -134,10 +134,12 @@ void wgmma_issue(const WgmmaOperands& operands, Place place) {
         auto& group =
             state_at<WgmmaGroup>(reinterpret_cast<const void*>(size_t(thread_index() / 128) + 1));
         auto before = group.last;
-        group.last = issue([copy, before] {
-          if (before) before->land();
-          wgmma_compute<n, type, accumulate, transpose_b>(copy->of);
-        });
+        group.last = issue(
+            [copy, before] {
+              if (before) before->land();
+              wgmma_compute<n, type, accumulate, transpose_b>(copy->of);
+            },
+            /*lingers=*/true);
         for (int t = 0; t < 128; ++t) results[t] = new std::shared_ptr<Operation>(group.last);
       });
   wgmma_thread().open.push_back(*shared);
@@ -157,10 +159,10 @@ inline void wgmma_commit() {
 }
 
 template <int pending>
-void wgmma_wait() {
+void wgmma_wait(host::Place place = host::Place::here()) {
   auto& groups = twin::wgmma_thread().groups;
   while (groups.size() > pending) {
-    for (auto& operation : groups.front()) operation->land();
+    for (auto& operation : groups.front()) host::land(operation, "wgmma_wait", place);
     groups.erase(groups.begin());
   }
 }

@@ -7,8 +7,8 @@
 
 namespace host {
 
-enum class Order : uint32_t { kForward, kReverse, kRandom };  // of threads and of blocks
-enum class Landing : uint32_t { kLate, kEager, kRandom };     // of asynchronous operations
+enum class Order : uint32_t { kForward, kReverse, kRandom };        // of threads and of blocks
+enum class Landing : uint32_t { kLate, kEager, kRandom, kNewest };  // of asynchronous operations
 
 // The exit status of a process that has reported a fault.
 constexpr int kFaultStatus = 66;

@@ -112,10 +112,20 @@ void Scheduler::poll() {
   }
 }
 
-// Copies that nobody has waited for yet may land at any time; when every thread waits, the oldest
-// does.
+// Operations that nobody has waited for yet may land at any time; when every thread waits, the
+// oldest does. Under "newest" a copy overtakes all that was started before it, and a product is as
+// late as can be: who lets a copy begin before the products that read its target are complete is
+// found.
 bool Scheduler::land_one() {
   if (operations.empty()) return false;
+  if (launch.landing == Landing::kNewest) {
+    const auto copy = std::find_if(operations.rbegin(), operations.rend(),
+                                   [](const auto& o) { return !o->landed() && !o->lingers; });
+    if (copy != operations.rend()) return (*copy)->land(), true;
+    const auto product = std::find_if(operations.begin(), operations.end(),
+                                      [](const auto& o) { return !o->landed() && o->waited_for; });
+    if (product != operations.end()) return (*product)->land(), true;
+  }
   const size_t which =
       launch.landing == Landing::kRandom ? size_t(random() % operations.size()) : 0;
   const auto operation = operations[which];
@@ -328,9 +338,9 @@ void join(unsigned first_thread, unsigned size, Members members, const char* wha
 // ---- asynchronous operations and the block's state
 // ----------------------------------------------------------------
 
-std::shared_ptr<Operation> issue(std::function<void()> effect) {
+std::shared_ptr<Operation> issue(std::function<void()> effect, bool lingers) {
   const sanitizers::Unwatched unwatched;
-  auto operation = std::make_shared<Operation>(std::move(effect));
+  auto operation = std::make_shared<Operation>(std::move(effect), lingers);
   auto& operations = scheduler->operations;
   operations.erase(std::remove_if(operations.begin(), operations.end(),
                                   [](const auto& o) { return o->landed(); }),
@@ -340,6 +350,14 @@ std::shared_ptr<Operation> issue(std::function<void()> effect) {
   else
     operations.push_back(operation);
   return operation;
+}
+
+void land(const std::shared_ptr<Operation>& operation, const char* what, Place place) {
+  operation->waited_for = true;
+  if (scheduler->launch.landing == Landing::kNewest)
+    wait_until([&operation] { return operation->landed(); }, what, place);
+  else
+    operation->land();
 }
 
 void* object_at(const void* address, std::type_index type, std::shared_ptr<void> (*make)()) {

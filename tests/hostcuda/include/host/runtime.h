@@ -116,16 +116,23 @@ void block_barrier(unsigned id, unsigned threads, bool wait, const char* what, P
 // once, "random").
 class Operation {
  public:
-  explicit Operation(std::function<void()> effect) : effect_(std::move(effect)) {}
+  Operation(std::function<void()> effect, bool lingers)
+      : lingers(lingers), effect_(std::move(effect)) {}
   bool landed() const { return !effect_; }
   void land() {
     if (auto effect = std::exchange(effect_, nullptr)) effect();
   }
 
+  // Under "newest": it takes effect only if it is waited for, and after those that don't linger.
+  const bool lingers;
+  bool waited_for = false;
+
  private:
   std::function<void()> effect_;
 };
-std::shared_ptr<Operation> issue(std::function<void()> effect);
+std::shared_ptr<Operation> issue(std::function<void()> effect, bool lingers = false);
+// What a wait for an operation does: it lands; under "newest", when no thread can go on without it.
+void land(const std::shared_ptr<Operation>& operation, const char* what, Place place);
 
 // The object of type T that belongs to this address in the running block; made when first asked
 // for.
