@@ -2,7 +2,7 @@
 # Needs python3 (3.11 to 3.14) and the network to PyPI; everything else is fetched into .venv*.
 #
 #   make test [KERNEL=fa1_forward] [PYTEST_ARGS=...]   all tests that need no GPU
-#   make test-gpu [PYTHON=python3]                     all tests, with an interpreter as it is
+#   make test-gpu [PYTHON=python3] [GPU_JOBS=auto]     all tests, with an interpreter as it is
 #   make demo                                          denoise a photograph, on a GPU if there is one
 #   make lint | format                                 check, or mend, the form of the sources
 #   make compile                                       build every kernel for every architecture
@@ -76,9 +76,12 @@ system:
 test: $(VENV)/stamp system
 	CUPYFLASH_TEST_KERNEL='$(KERNEL)' $(PY) -m pytest -n $(JOBS) -m 'not gpu' $(PYTEST_ARGS)
 
-# No environment is made and nothing is fetched: the interpreter's own packages are what is tested.
+# No environment is made and nothing is fetched: the interpreter's own packages are what is tested,
+# by GPU_JOBS processes where it has pytest-xdist. Most of the time goes into building kernels.
+GPU_JOBS ?= auto
+test-gpu: PARALLEL = $(shell $(PYTHON) -c 'import xdist' 2>/dev/null && echo '-n $(GPU_JOBS)')
 test-gpu:
-	CUPYFLASH_TEST_KERNEL='$(KERNEL)' PYTHONPATH='$(CURDIR)' $(or $(PYTHON),python3) -m pytest $(PYTEST_ARGS)
+	CUPYFLASH_TEST_KERNEL='$(KERNEL)' PYTHONPATH='$(CURDIR)' $(or $(PYTHON),python3) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 sanitize:
 	status=0; for tool in memcheck racecheck; do \
