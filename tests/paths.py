@@ -37,7 +37,6 @@ _DRAWS = {
         "magnitudes": ("unit", "tiny", "large", "shifted"),
     },
 }
-_CHANGE_SCORES = ("softcap", "bias", "mask", "alibi_slopes")
 _WRITTEN = {"problem.o.data", "problem.lse.data", "O", "lse", "l", "m", "counter"}
 
 
@@ -149,14 +148,16 @@ class Path:
             capability = devices.current_device(device).compute_capability
         if self.kernel == "forward_sm80":
             return capability < (8, 0) or q.shape[-1] > 256
-        scale = options.get("softmax_scale")
+        given = {name for name, value in options.items() if value is not None}
+        scales = [options[name] for name in given & {"softmax_scale", "softcap"}]
+        limit = 2.0**20 if "alibi_slopes" in given else 2.0**100
         return self.kernel == "forward_sm90" and (
             capability != (9, 0)
             or q.dtype.itemsize != 2
             or max(q.shape[-1], v.shape[-1]) > 256
             or 0 in (*q.shape, *k.shape, *v.shape)
-            or any(options.get(name) is not None for name in _CHANGE_SCORES)
-            or not 2.0**-100 < float(1.0 if scale is None else scale) < 2.0**100
+            or bool(given & {"bias", "mask"})
+            or not all(1 / limit < float(scale) < limit for scale in scales)
             or not all(map(_tma_reads, (q, k, v)))
         )
 
