@@ -148,16 +148,16 @@ class Path:
             capability = devices.current_device(device).compute_capability
         if self.kernel == "forward_sm80":
             return capability < (8, 0) or q.shape[-1] > 256
-        scale, softcap = options.get("softmax_scale"), options.get("softcap")
-        limit = 2.0**100 if options.get("alibi_slopes") is None else 2.0**20
+        given = {name for name, value in options.items() if value is not None}
+        scales = [options[name] for name in given & {"softmax_scale", "softcap"}]
+        limit = 2.0**20 if "alibi_slopes" in given else 2.0**100
         return self.kernel == "forward_sm90" and (
             capability != (9, 0)
             or q.dtype.itemsize != 2
             or max(q.shape[-1], v.shape[-1]) > 256
             or 0 in (*q.shape, *k.shape, *v.shape)
-            or any(options.get(name) is not None for name in ("bias", "mask"))
-            or not 1 / limit < float(1.0 if scale is None else scale) < limit
-            or not 1 / limit < float(1.0 if softcap is None else softcap) < limit
+            or bool(given & {"bias", "mask"})
+            or not all(1 / limit < float(scale) < limit for scale in scales)
             or not all(map(_tma_reads, (q, k, v)))
         )
 

@@ -38,10 +38,11 @@ def test_a_refusal_without_a_reason_is_a_failure(tired, kernel):
         ("forward_sm90", {"head_dim": 60}),
         ("forward_sm90", {"dtype": np.float32}),
         ("forward_sm90", {"seqlen_k": 0}),
-        ("forward_sm90", {"softcap": 3.0}),
+        ("forward_sm90", {"softcap": 2.0**101}),
         ("forward_sm90", {"mask": np.ones((9, 9), bool)}),
         ("forward_sm90", {"bias": normal(0, 9, 9)}),
-        ("forward_sm90", {"alibi_slopes": [1.0, 2.0]}),
+        ("forward_sm90", {"alibi_slopes": [1.0, 2.0], "softcap": 2.0**-21}),
+        ("forward_sm90", {"alibi_slopes": [1.0, 2.0], "softmax_scale": 2.0**21}),
         ("forward_sm90", {"softmax_scale": -1.0}),
     ],
 )
