@@ -401,7 +401,7 @@ def _driver_version() -> str:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         return "unknown"
-    found = re.search(r"Kernel Module[^0-9]*([\d.]+)", text)
+    found = re.search(r"Kernel Module\D.*?\s(\d+\.[\d.]+)\s", text)
     return found[1] if found else "unknown"
 
 

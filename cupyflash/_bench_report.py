@@ -321,8 +321,14 @@ def _escaped(cell: str) -> str:
     return cell.replace("|", "\\|").replace("<", "&lt;")
 
 
+def takes(page: str) -> bool:
+    """Whether a page is empty or has the marks, so that nothing else in it is lost."""
+    _, opening, rest = page.partition(MARKS[0])
+    return not page.strip() or bool(opening and f"{MARKS[1]}\n" in rest)
+
+
 def replaced(page: str, measured: str) -> str:
-    """``page`` with what stands between the marks replaced; ``measured`` alone without marks.
+    """``page`` with what stands between the marks replaced; ``measured`` for an empty page.
 
     Examples
     --------

@@ -174,6 +174,11 @@ def _check_files(args: argparse.Namespace) -> None:
         other = targets.setdefault(os.path.realpath(path), option)
         if other != option:
             raise CommandError(f"--{other} and --{option} are both {path}; expected two files")
+    if args.markdown is not None and not _bench_report.takes(_page(args.markdown)):
+        raise CommandError(
+            f"--markdown {args.markdown}: the file has other text; put the lines "
+            f"{' and '.join(map(repr, _bench_report.MARKS))} where the tables are to stand"
+        )
     if args.plot is not None and not args.plot.lower().endswith(".svg"):
         raise CommandError(f"--plot {args.plot}: plots are SVG; expected a name ending in .svg")
 

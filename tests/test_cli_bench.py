@@ -137,6 +137,14 @@ class TestCommand:
         assert main(["bench", "--from", "old.csv", "--markdown", "b.md"]) == 0
         assert Path("b.md").read_text() == page
 
+    def test_a_page_without_the_marks_is_not_overwritten(self, folder, capsys):
+        Path("old.csv").write_text(_bench_report.to_csv(fake_report("quick")))
+        for page in ("# Speed\n", f"# Speed\n{_bench_report.MARKS[0]}\n"):
+            Path("b.md").write_text(page)
+            assert main(["bench", "--from", "old.csv", "--markdown", "b.md"]) == 2
+            assert "--markdown b.md: the file has other text" in capsys.readouterr().err
+            assert Path("b.md").read_text() == page
+
     @pytest.mark.parametrize(
         ("argv", "message"),
         [
