@@ -224,6 +224,8 @@ def parts(
     Tr = ceil_div(problem.seqlen_q * packed, tiles.Br)
     if splits is None:
         splits = _splits(problem, tiles, device, heads * Tr * slices)
+    if not 1 <= splits <= _MAX_SPLITS:
+        raise ValueError(f"splits is {splits}; expected 1 to {_MAX_SPLITS}")
     return Parts(packed, splits, slices, _bunch(problem, device, packed), Tr * splits * slices)
 
 

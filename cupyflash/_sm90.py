@@ -161,6 +161,9 @@ def refusal(problem: AttentionProblem, device: Device, tma: bool) -> str | None:
         return f"takes a softmax_scale from {low:g} to {high:g}, got {problem.softmax_scale:g}"
     if problem.softcap and not low < problem.softcap < high:
         return f"takes a softcap from {low:g} to {high:g}, got {problem.softcap:g}"
+    if problem.softcap and not low < problem.softmax_scale / problem.softcap < high:
+        ratio = problem.softmax_scale / problem.softcap
+        return f"takes softmax_scale / softcap from {low:g} to {high:g}, got {ratio:g}"
     if problem.seqlen_k == 0 or problem.head_dim_v == 0:
         return "takes no empty k or v"
     if max(problem.seqlen_q, problem.seqlen_k) >= _MAX_SEQLEN:

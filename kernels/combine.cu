@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // combine.cu: merges the partial results of a forward pass whose keys were split.
-// Computes   lse = log(sum_s e^lse_s), O = sum_s e^(lse_s - lse) O_s over the parts s of each row:
+// Computes   lse = log(sum_s e^lse_s), O = sum_s e^lse_s O_s / sum_s e^lse_s over a row's parts s:
 //            the merge of online_softmax.py, for all parts at once. Parts that saw no key have
 //            lse_s = -inf and weigh nothing; a row of only such parts is 0, its lse -inf.
 // Shapes     O_s (splits, rows, dv) and lse_s (splits, rows) of acc, rows = (batch, heads_q,
@@ -48,11 +48,11 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kCombineThreads)
     acc sum = 0;
     for (int s = lane; s < splits; s += kWarpSize) sum += exp_nat(row_lse[s * params.rows] - base);
     sum = warp_sum(sum);
-    const acc total = sum == acc(0) ? kMinusInfinity : base + log(sum);
     __syncthreads();  // the weights of the row before are no longer read
     if (threadIdx.x < kWarpSize) {
+      // From the same numbers as their sum: e^(lse_s - lse) would take over the rounding of lse.
       for (int s = lane; s < splits; s += kWarpSize) {
-        weights[s] = exp_nat(row_lse[s * params.rows] - exponent_base(total));
+        weights[s] = sum == acc(0) ? acc(0) : exp_nat(row_lse[s * params.rows] - base) / sum;
       }
     }
     __syncthreads();
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kCombineThreads)
     }
     if (threadIdx.x == 0 && problem.lse.data) {
       static_cast<acc*>(problem.lse.data)[at.offset(problem.lse, at.head_q) + i * problem.lse.row] =
-          total;
+          sum == acc(0) ? kMinusInfinity : base + log(sum);
     }
   }
 }

@@ -30,8 +30,10 @@
 //            V_landed: warp 2 waits for its own load where it has to overwrite rows of V.
 //            Turn (named barrier 1 + c): consumer c waits for consumer c - 1 to have started its
 //            products. It orders only the use of the tensor cores: without it results are the same.
-// Options    CUPYFLASH_GENERAL = 1 adds softcap (tanh.approx: 2^-11 of the cap) and ALiBi.
-// Limits     bias, mask and softmax_scale <= 0 are another kernel's work: what they hide row by row
+// Options    CUPYFLASH_GENERAL = 1 adds softcap (tanh.approx: 2^-11 of the cap) and ALiBi between the
+//            product and the softmax.
+// Limits     softmax_scale, the cap and their ratio within 2^-100 to 2^100, 2^-20 to 2^20 with ALiBi;
+//            bias, mask and softmax_scale <= 0 are another kernel's work: what they hide row by row
 //            would have to be hidden in V too, which lies in shared memory for all rows.
 #include "common/fragment_softmax.cuh"
 #include "common/sm90_layout.cuh"

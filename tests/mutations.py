@@ -47,8 +47,9 @@ class Mutation:
 
 FA1, SM80, SM90 = "fa1_forward", "forward_sm80", "forward_sm90"
 _BARRIER = "        __syncthreads();"
-_WAIT_FOR_O = "wgmma_wait<0>();\n        wgmma_use(O);\n"
-_RELEASE_V = "release(shared_.V_empty[V_turn.stage]);\n"
+# In the loop over the tiles of one work.
+_WAIT_FOR_O = "          wgmma_wait<0>();\n          wgmma_use(O);\n"
+_RELEASE_V = "          release(shared_.V_empty[Turn<kStages>(tiles++).stage]);\n"
 
 MUTATIONS = (
     # Masks.
@@ -82,8 +83,7 @@ MUTATIONS = (
     Mutation(SM80, "l is not rescaled", "common/tile_softmax.cuh", "l_[m][h] *= keep;", ""),
     Mutation(SM90, "O is not rescaled", "forward_sm90.cu", "scale_rows(O, keep);", ";"),
     Mutation(SM80, "parts are merged with equal weights", "combine.cu",
-             "exp_nat(params.lse[s * params.rows + row] - exponent_base(total))",
-             "acc(1) / acc(splits)"),
+             "exp_nat(row_lse[s * params.rows] - base) / sum;", "acc(1) / acc(splits);"),
     # Barriers and waits.
     *(
         Mutation(FA1, f"no barrier: {name}", "fa1_forward.cu", _BARRIER, "        ;", at)
@@ -102,10 +102,9 @@ MUTATIONS = (
     Mutation(SM90, "V_full is not waited for", "forward_sm90.cu",
              "mbarrier_wait(shared_.V_full[V_turn.stage], V_turn.parity);", "", 0),
     Mutation(SM90, "V_empty arrives before the product is complete", "forward_sm90.cu",
-             f"        {_WAIT_FOR_O}        {_RELEASE_V}",
-             f"        {_RELEASE_V}        {_WAIT_FOR_O}"),
+             _WAIT_FOR_O + _RELEASE_V, _RELEASE_V + _WAIT_FOR_O),
     Mutation(SM90, "S is used before it is complete", "forward_sm90.cu",
-             "wgmma_wait<1>();", "wgmma_wait<2>();"),
+             "wgmma_wait<pending>();", "wgmma_wait<pending + 1>();"),
     Mutation(SM90, "K_empty expects one arrival too many", "forward_sm90.cu",
              "mbarrier_init(shared.K_empty[stage], kConsumerWarps);",
              "mbarrier_init(shared.K_empty[stage], kConsumerWarps + 1);"),

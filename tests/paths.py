@@ -150,6 +150,9 @@ class Path:
             return capability < (8, 0) or q.shape[-1] > 256
         given = {name for name, value in options.items() if value is not None}
         scales = [options[name] for name in given & {"softmax_scale", "softcap"}]
+        if "softcap" in given:
+            default = q.shape[-1] ** -0.5
+            scales.append(options.get("softmax_scale", default) / options["softcap"])
         limit = 2.0**20 if "alibi_slopes" in given else 2.0**100
         return self.kernel == "forward_sm90" and (
             capability != (9, 0)

@@ -66,6 +66,27 @@ class TestOnHostCuda:
         # The first entry has keys in the first part only, the last query of none in the others.
         check(q, k, v, splits=splits, causal=True, seqlens_k=np.array([20, 230]))
 
+    @pytest.mark.parametrize("name", DTYPES)
+    @pytest.mark.parametrize("score", [300.0, 2.0**18, -(2.0**18)])
+    def test_weights_of_parts_add_up_to_one_at_large_scores(self, name, score):
+        """From lse they would not: its rounding is a factor of every weight."""
+        root = np.sqrt(abs(score))
+        q, k, v = (np.full((1, 1, n, 40), 1, dtype_of(name)) for n in (2, 600, 600))
+        q *= q.dtype.type(root * np.sign(score))
+        k *= k.dtype.type(root / 40)
+        for splits in (2, 3, 4):
+            o, lse = on_host(q, k, v, splits=splits, softmax_scale=1.0)
+            unit = np.finfo(np.float32 if name != "float64" else np.float64).eps
+            np.testing.assert_allclose(
+                o.astype(np.float64), 1, rtol=8 * unit if o.itemsize > 2 else 0
+            )
+            assert np.isfinite(lse).all()
+
+    def test_more_parts_than_combine_holds_weights_of(self):
+        q, k, v = qkv(4, 1, 1, 1, 40, seqlen_k=600, dtype=np.float32)
+        with pytest.raises(ValueError, match="splits is 129; expected 1 to 128"):
+            on_host(q, k, v, splits=129)
+
     def test_a_row_without_keys_stays_empty_when_merged(self):
         q, k, v = qkv(4, 1, 1, 9, 40, seqlen_k=6, dtype=np.float32)
         o, lse = on_host(q, k, v, splits=2, causal=True)

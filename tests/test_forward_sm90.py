@@ -99,6 +99,9 @@ def test_what_is_left_to_other_kernels():
         {"dtype": "float32"},
         {"bias_dtype": "float32"},
         {"softcap": 1e-10, "alibi": True},
+        {"softcap": 1e30, "softmax_scale": 1e-20},
+        {"softcap": 1e-12, "softmax_scale": 1e28},
+        {"softmax_scale": -0.5},
         {"head_dim": 100},  # rows of 200 bytes
         {"device": "A100"},
     ):
@@ -146,3 +149,14 @@ def test_many_works_a_block_on_a_gpu(cupy, dtype):
         some = np.s_[::13]
         expected = attention_reference(q[some], k[some], v[some], **options)
         close((cupy.asnumpy(o)[some], cupy.asnumpy(lse)[some]), expected)
+
+
+@on_host_cuda
+@pytest.mark.parametrize("slopes", [[3e38, 1e36], [1e30, 1e-38]])
+def test_slopes_at_the_end_of_their_range(slopes):
+    q, k, v = qkv(9, 1, 2, 20, 64, seqlen_k=20, dtype=np.float16)
+    options = {"alibi_slopes": np.float32(slopes), "softmax_scale": 2.0**-10, "causal": True}
+    o, _ = run(q, k, v, **options)
+    expected = attention_reference(q, k, v, **options)
+    np.testing.assert_allclose(o[0, :1].astype(float), expected[0][0, :1], rtol=1e-2, atol=1e-3)
+    assert np.isfinite(o).all()

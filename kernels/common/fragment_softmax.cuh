@@ -48,8 +48,8 @@ __device__ __forceinline__ float power_of_two_below(float x) {
   return power == 0.0f ? __builtin_bit_cast(float, 0x00800000u) : power;
 }
 
-// (m, l) of two rows. Scores s are unscaled products; the weights are 2^(slope s - base), where
-// slope = softmax_scale log2(e) and base = slope m. m follows the rows' maxima only when a weight
+// (m, l) of two rows. Scores s are counted in some unit u (unscaled products in softmax_scale);
+// the weights are 2^(slope s - base), where slope = u log2(e) and base = slope m. m follows the rows' maxima only when a weight
 // would exceed 2^kSlack: O is seldom rescaled, and O / l is the same for any m.
 // One FMA makes the exponent: it rounds base, by the same amount in every weight of the row and in
 // l, which cancels. From kLargeBase on that rounding would exceed what a 16-bit P can hold; two

@@ -131,7 +131,10 @@ __device__ __forceinline__ void describe(Work& work, const Problem& problem,
     if (problem.alibi_slopes.data) {
       const float slope = static_cast<const float*>(
           problem.alibi_slopes.data)[at.offset(problem.alibi_slopes, at.head_q)];
-      work.alibi = __fdividef(slope, static_cast<float>(score_unit(problem)));
+      // A slope that would overflow hides all keys but the diagonal's, as the largest one does.
+      const float most = 3.0e38f;
+      const float steps = __fdividef(slope, static_cast<float>(score_unit(problem)));
+      work.alibi = fminf(fmaxf(steps, -most), most);
     }
   }
   work.keys_begin = keys.begin;
