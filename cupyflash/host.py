@@ -272,19 +272,34 @@ class _Tile:
         if far.any():
             S = self._scores(block, K, bias, hidden, start, stop)
             top = S.max(axis=-1, keepdims=True)
-            m = np.where(far & (top > -np.inf), top, block.m)
-            rescale = np.where(block.l == 0, 1, self.exp(block.m - m))  # not 0 * inf
-            block.O *= rescale
-            block.l *= rescale
-            block.m = m
+            self._move(block, np.where(far & (top > -np.inf), top, block.m))
             P, rowsum = self._weights(block, S)
-        PV = self._weighted_sum(P, V)
-        if block.started:
-            block.O += PV
-        else:
-            block.started = True
-            block.O[...] = PV
+        O = self._sum_with(block, P, V)
+        if not math.isfinite(O.sum()):
+            # Weights above 1 may be what made it overflow: with this m they and l are 1 at most.
+            lost = ~np.isfinite(O).all(axis=-1, keepdims=True)
+            S = self._scores(block, K, bias, hidden, start, stop)
+            m = np.maximum(S.max(axis=-1, keepdims=True), block.m + np.log(block.l) / self.nats)
+            self._move(block, np.where(lost & (m > -np.inf), m, block.m))
+            P, rowsum = self._weights(block, S)
+            O = self._sum_with(block, P, V)
+        block.started = True
+        block.O[...] = O
         block.l += rowsum
+
+    def _move(self, block: _Block, m: np.ndarray) -> None:
+        """Let O and l be relative to another m."""
+        rescale = np.where(block.l == 0, 1, self.exp(block.m - m))  # not 0 * inf
+        block.O *= rescale
+        block.l *= rescale
+        block.m = m
+
+    def _sum_with(self, block: _Block, P: np.ndarray, V: np.ndarray) -> np.ndarray:
+        """O + P V, beside the block's O."""
+        O = self._weighted_sum(P, V)
+        if block.started:
+            O += block.O
+        return O
 
     def finish_block(self, block: _Block) -> None:
         o = self.head.o[..., block.start : block.stop, :]

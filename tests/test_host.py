@@ -117,6 +117,27 @@ def test_a_scale_under_which_q_alone_would_overflow(dtype, softmax_scale, q_size
 # --- Bits that depend on one head only ---------------------------------------------------------
 
 
+@pytest.mark.parametrize(("dtype", "large"), [("float32", 1e37), ("float64", 1e307)])
+@pytest.mark.parametrize("score", [0, 1, 14, 15, 80, -80])
+@pytest.mark.parametrize("keys", [1, 3, 100])
+def test_values_at_the_end_of_their_range(dtype, large, score, keys):
+    """Weights above 1, which m at 0 allows, must not make a result overflow that is in range."""
+    q, k = (np.full((1, n, 1), x, dtype) for n, x in ((2, score), (keys, 1)))
+    v = np.full((1, keys, 2), large / keys, dtype)
+    v[..., 1] *= -1
+    v[0, 0] *= keys / 2
+    options = {"softmax_scale": 1.0}
+    assert_attention_close(attend(q, k, v, **options), Problem(q, k, v, options))
+
+
+def test_values_too_large_for_the_weights_of_one_row_alone():
+    q = np.array([[[14.0], [0.0], [-3.0], [14.5]]], np.float32)
+    k = np.linspace(-1, 1, 700, dtype=np.float32).reshape(1, 700, 1)
+    v = np.where(np.arange(700) % 2, 1e34, -0.9e34).astype(np.float32).reshape(1, 700, 1)
+    options = {"softmax_scale": 1.0}
+    assert_attention_close(attend(q, k, v, **options), Problem(q, k, v, options))
+
+
 def test_batch_entries_and_heads_are_independent():
     q, k, v = qkv(4, 3, 8, 150, 64, seqlen_k=1100, heads_k=2)
     lengths = [1100, 0, 517]
