@@ -23,8 +23,8 @@ _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 def is_cupy(array: Any) -> bool:
     """Whether ``array`` is a CuPy array, found out without importing CuPy."""
-    cupy = sys.modules.get("cupy")
-    return cupy is not None and isinstance(array, cupy.ndarray)
+    ndarray = getattr(sys.modules.get("cupy"), "ndarray", None)
+    return ndarray is not None and isinstance(array, ndarray)
 
 
 def import_cupy() -> Any:

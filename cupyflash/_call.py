@@ -45,10 +45,9 @@ def signature(
 
     ``arrays`` are those of ``_problem.ARRAYS``, or None.
     """
-    cupy = sys.modules.get("cupy")
-    if cupy is None:
+    ndarray = getattr(sys.modules.get("cupy"), "ndarray", None)
+    if ndarray is None:  # not imported, or another thread is about to
         return None
-    ndarray = cupy.ndarray
     seen: list[Any] = [kernel, *options]
     for option in options:
         if type(option) not in _PLAIN:
@@ -198,10 +197,12 @@ class Call:
         if self._zeroed_bytes:
             (status,) = driver.cuMemsetD8Async(workspace, 0, self._zeroed_bytes, handle)
             _check(status, "clear a workspace in a graph")
-        with self._lock:
-            for launch in self._launches:
-                launch([*addresses, int(workspace)], stream)
-        (status,) = driver.cuMemFreeAsync(workspace, handle)
+        try:
+            with self._lock:
+                for launch in self._launches:
+                    launch([*addresses, int(workspace)], stream)
+        finally:
+            (status,) = driver.cuMemFreeAsync(workspace, handle)
         _check(status, "free a workspace in a graph")
 
 

@@ -128,11 +128,18 @@ def _small_array(function: str, xp: Any, name: str, value: Any, q: Any, dtype: A
     """``value`` as an array beside q; numbers and sequences of numbers are moved there."""
     if isinstance(value, (list, tuple)) or _is_number(value):
         try:
-            return xp.asarray(np.asarray(value, dtype))
-        except (TypeError, ValueError, OverflowError):
-            raise TypeError(
-                f"{function}: {name} is {value!r}; expected numbers or an array"
-            ) from None
+            numbers_given = np.asarray(value)
+        except ValueError:  # a ragged list
+            numbers_given = np.asarray(None)
+        if numbers_given.dtype.kind not in "iuf" and numbers_given.size:
+            raise TypeError(f"{function}: {name} is {value!r}; expected numbers or an array")
+        with np.errstate(over="ignore", under="ignore"):
+            rounded = numbers_given.astype(dtype)
+        if not np.isfinite(rounded).all():
+            raise ValueError(
+                f"{function}: {name} is {value!r}; expected finite numbers of {np.dtype(dtype)}"
+            )
+        return xp.asarray(rounded)
     array = _arrays.adopt(function, name, value)
     check_same_place(function, q, **{name: array})
     return array

@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--dtype", default="float16", help=f"{_dtypes.NAMES_TEXT} (default: float16)")
     score = parser.add_argument_group("scores")
     add_mask_options(score)
+    score.add_argument("--scale", type=float, metavar="S", help="softmax_scale")
     score.add_argument("--bias", metavar="DTYPE", help="there is a bias, of that dtype")
     score.add_argument("--mask", action="store_true", help="there is a mask")
     score.add_argument("--alibi", action="store_true", help="there are ALiBi slopes")
@@ -80,6 +81,7 @@ def command(args: argparse.Namespace) -> None:
             dtype=args.dtype,
             causal=args.causal,
             window=args.window,
+            softmax_scale=args.scale,
             softcap=args.softcap,
             bias_dtype=args.bias,
             mask=args.mask,

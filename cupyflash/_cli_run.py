@@ -74,6 +74,11 @@ def command(args: argparse.Namespace) -> None:
         written then.
     """
     check_target("-o", args.output)
+    given = [*args.files, *(getattr(args, option) for option in _FILE_OPTIONS)]
+    inputs = {os.path.realpath(path) for path in given if path is not None}
+    for option, path in (("-o", args.output), ("--lse", args.lse)):
+        if path is not None and os.path.realpath(path) in inputs:
+            raise CommandError(f"{option} {path}: is an input too; expected another file")
     if args.lse is not None:
         check_target("--lse", args.lse)
         if os.path.realpath(args.lse) == os.path.realpath(args.output):

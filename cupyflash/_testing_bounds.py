@@ -161,7 +161,7 @@ def assert_attention_close(actual, expected, *, max_score: float = 8.0) -> None:
     ValueError
         If lse is given on one side only.
     TypeError
-        If o has another dtype.
+        If o has another dtype than the problem, or none of those served.
 
     Examples
     --------
@@ -173,6 +173,9 @@ def assert_attention_close(actual, expected, *, max_score: float = 8.0) -> None:
     if o.dtype.name not in DTYPES:
         raise TypeError(f"assert_attention_close: o is {o.dtype}; expected {', '.join(DTYPES)}")
     if isinstance(expected, Problem):
+        dtype = to_numpy(expected.qkv[0]).dtype
+        if o.dtype != dtype:
+            raise TypeError(f"assert_attention_close: o is {o.dtype} where the inputs are {dtype}")
         ref_o, ref_lse = expected.reference
         title = f"\n{expected!r}"
     else:

@@ -13,7 +13,7 @@ def warmup(*, device: int | str = 0, **sizes: Any) -> Plan:
     """Build and load the kernels of a call of :func:`attention`, so that it need not wait for them.
 
     The first call of a specialisation (a dtype, a range of head_dim, with or without options that
-    change scores) builds it in a second or two, or reads it from the cache folder. Neither belongs
+    change scores) builds it in 1 to 5 s, or reads it from the cache folder. Neither belongs
     in a measurement, in a server's first answer or between the kernels of a CUDA graph.
 
     Parameters

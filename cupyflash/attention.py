@@ -115,8 +115,8 @@ def attention(
     weights rounded to 16 bits); float32 and float64 in their own precision, which is also that of
     ``lse``. In that precision ``q_i . k_j`` itself and the sums of ``v`` have to stay finite: a
     GPU multiplies by ``softmax_scale`` after the product (the numpy path scales q first, unless
-    the scale is above 2^32), and weights are divided by their sum at the end, so that ``v`` up to
-    1e29 is safe with a million keys in float32.
+    the scale is above 2^32), and weights of up to 256 are divided by their sum at the end, so that
+    ``v`` up to 1e30 is safe with a million keys in float32.
 
     Work on a GPU goes to the current stream of the arrays' device and is not waited for. The first
     call of a specialisation builds and loads its kernels, which :func:`warmup` does ahead; a CUDA

@@ -170,6 +170,7 @@ def plan(
     dtype: Any = "float16",
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
+    softmax_scale: float | None = None,
     softcap: float | None = None,
     bias_dtype: Any = None,
     mask: bool = False,
@@ -193,7 +194,7 @@ def plan(
         Default: 1, 1 and ``heads_q``.
     dtype : dtype, default "float16"
         float16, bfloat16, float32 or float64.
-    causal, window, softcap
+    causal, window, softmax_scale, softcap
         As for ``attention``.
     bias_dtype : dtype, optional
         Plan for a bias of this dtype.
@@ -234,6 +235,7 @@ def plan(
         dtype=dtype,
         causal=causal,
         window=window,
+        softmax_scale=softmax_scale,
         softcap=softcap,
         bias_dtype=bias_dtype,
         mask=mask,

@@ -282,7 +282,8 @@ def _evaluate(
         added = np.broadcast_to(_float64(bias), full_shape)
         shown = shown & (added != -np.inf)
     if alibi_slopes is not None:
-        length = np.asarray(seqlen_k if seqlens_k is None else seqlens_k)[..., None, None, None]
+        length = np.asarray(seqlen_k if seqlens_k is None else seqlens_k, np.int64)
+        length = length[..., None, None, None]
         offset = 0 if causal == "top_left" else length - seqlen_q
         distance = np.abs(np.arange(seqlen_q)[:, None] + offset - np.arange(seqlen_k))
         added = added - _float64(alibi_slopes)[..., None, None] * distance

@@ -86,17 +86,19 @@ _launches = {"the CPU": hostcuda.launches, "a GPU": _on_gpu}
 
 
 def pytest_configure():
-    load = _compile.load
+    make, launch = _call._Launch.__init__, _call._Launch.__call__
 
-    # Called once before each launch.
-    @functools.wraps(load)
-    def counted(kernel, options, *rest):
-        function = load(kernel, options, *rest)
-        if kernel in _compile.kernel_names():
-            _on_gpu[kernel, tuple(options)] += 1
-        return function
+    @functools.wraps(make)
+    def made(self, record, *rest):
+        make(self, record, *rest)
+        self.specialisation = record.kernel, tuple(record.options)
 
-    _compile.load = counted
+    @functools.wraps(launch)
+    def launched(self, *args):
+        launch(self, *args)
+        _on_gpu[self.specialisation] += 1
+
+    _call._Launch.__init__, _call._Launch.__call__ = made, launched
 
 
 def pytest_sessionfinish(session):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from paths import KERNELS, normal, qkv
 
-from cupyflash import Algorithm1, _call, _problem, attention, clear_cache, devices, warmup
+from cupyflash import Algorithm1, _call, _compile, _problem, attention, clear_cache, devices, warmup
 from cupyflash.devices import named_device
 from cupyflash.reference import attention_reference
 from cupyflash.testing import assert_attention_close
@@ -254,11 +254,25 @@ def test_warmup_leaves_nothing_to_build(cupy, cache, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_cleared_cache_builds_again(cupy, cache):
+def test_a_cleared_cache_builds_again(cupy, cache, monkeypatch):
     arrays = on_gpu(cupy, 12, 2, 50, 64)
     expected = attention(*arrays)
+    built = []
+    build = _compile.build
+    monkeypatch.setattr(_compile, "build", lambda *args: built.append(args) or build(*args))
+    attention(*arrays)
+    assert not built
     clear_cache()
+    assert not _call._calls
     assert (attention(*arrays) == expected).all()
+    assert built
+
+
+@pytest.mark.gpu
+def test_one_array_in_all_roles_and_then_three(cupy):
+    x, k, v = on_gpu(cupy, 13, 2, 50, 64)
+    assert (attention(x, x, x) == attention(x, x.copy(), x.copy())).all()
+    check((x, k, v), attention(x, k, v, return_lse=True))
 
 
 def test_warmup_without_a_gpu_has_nothing_to_do():

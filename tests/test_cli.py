@@ -296,8 +296,8 @@ class TestPlan:
         got = {}
         monkeypatch.setattr(_cli_plan, "plan", lambda **arguments: got.update(arguments))
         options = "--seqlen 100 --seqlen-k 300 --head-dim 64 --head-dim-v 32 --batch 2 --heads 8/4"
-        options += " --dtype bfloat16 --causal --window 16,none --softcap 5 --bias float32 --mask"
-        options += " --alibi --seqlens --device A100 --kernel fa1_forward"
+        options += " --dtype bfloat16 --causal --window 16,none --scale 0.5 --softcap 5"
+        options += " --bias float32 --mask --alibi --seqlens --device A100 --kernel fa1_forward"
         assert main(["plan", *options.split()]) == 0
         assert got == {
             "seqlen_q": 100,
@@ -310,6 +310,7 @@ class TestPlan:
             "dtype": "bfloat16",
             "causal": True,
             "window": (16, None),
+            "softmax_scale": 0.5,
             "softcap": 5.0,
             "bias_dtype": "float32",
             "mask": True,

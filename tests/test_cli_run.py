@@ -179,6 +179,7 @@ class TestRun:
             (nothing, (*QKV, "--kernel", "fa3"), "fa3"),
             (nothing, (*QKV, "--lse", "nowhere/lse.npy"), "there is no folder"),
             (nothing, (*QKV, "--lse", "./o.npy"), "expected two files"),
+            (nothing, (*QKV, "--lse", "./k.npy"), "--lse ./k.npy: is an input too"),
         ],
     )
     def test_refusals_write_nothing(self, prepare, argv, message, files, capsys):

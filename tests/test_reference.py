@@ -370,3 +370,16 @@ def test_visible_matches_its_rule_pair_by_pair(seqlen_q, seqlen_k, left, right, 
             diagonal = i + length - seqlen_q
             rule = (left == -1 or diagonal - left <= j) and (right == -1 or j <= diagonal + right)
             assert got[i, j] == (rule and j < length)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i1", "u4", "u8"])
+def test_lengths_of_any_integer_dtype(dtype):
+    q, k, v = np.random.default_rng(3).standard_normal((3, 1, 2, 130, 8))
+    lengths = np.array([7], dtype)
+    options = {"alibi_slopes": [0.1, 2.0], "causal": True}
+    for actual, expected in zip(
+        attention_reference(q, k, v, seqlens_k=lengths, **options),
+        attention_reference(q, k, v, seqlens_k=7, **options),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(actual, expected)

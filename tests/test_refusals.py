@@ -147,6 +147,9 @@ REFUSED_TYPES = {
         {"alibi_slopes": zeros(4, dtype=np.float64)},
         "alibi_slopes.dtype is float64; expected float32 or q's dtype float32",
     ),
+    "slopes of nothing": ({"alibi_slopes": [None, 1, 1, 1]}, "alibi_slopes is .*expected num"),
+    "slopes of digits": ({"alibi_slopes": ["1"] * 4}, "alibi_slopes is .*expected numbers"),
+    "slopes of truths": ({"alibi_slopes": [True] * 4}, "alibi_slopes is .*expected numbers"),
     "slopes of words": (
         {"alibi_slopes": ["steep"] * 4},
         r"alibi_slopes is \['steep'.*expected num",
@@ -347,3 +350,10 @@ def test_nothing_is_written_after_a_refusal(options):
     with pytest.raises(ValueError, match=r"^attention: "):
         attention(zeros(2, 5, 8), zeros(2, 6, 8), zeros(2, 6, 8), out=out, **options)
     assert np.isnan(out).all()
+
+
+@pytest.mark.parametrize("slope", [1e39, math.inf, math.nan])
+def test_slopes_that_float32_does_not_hold(slope):
+    x = np.zeros((2, 3, 4), np.float32)
+    with pytest.raises(ValueError, match=r"alibi_slopes is .* expected finite numbers of float32"):
+        attention(x, x, x, alibi_slopes=[1.0, slope])

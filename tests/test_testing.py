@@ -441,3 +441,13 @@ def test_error():
     assert error(np.array([1.0, 7.0]), np.array([1.0, np.nan])) == 0
     with pytest.raises(ValueError, match="shape"):
         error(np.ones(2), np.ones((2, 1)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_an_output_of_another_dtype_is_not_close(dtype):
+    x = np.random.default_rng(0).standard_normal((2, 4, 8), np.float32)
+    problem = Problem(x, x, x, {})
+    o, _ = problem.reference
+    assert_attention_close(o.astype(np.float32), problem)
+    with pytest.raises(TypeError, match=f"o is {dtype} where the inputs are float32"):
+        assert_attention_close(o.astype(dtype), problem)
