@@ -74,8 +74,8 @@ def test_each_row_of_the_table(tiles, monkeypatch):
 @on_host_cuda
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_works_that_see_nothing_between_others(blocks):
-    q, k, v = qkv(2, 6, 1, 200, 64, seqlen_k=150, dtype=np.float16)
-    lengths = np.array([0, 0, 150, 0, 0, 77])
+    q, k, v = qkv(2, 6, 1, 200, 64, seqlen_k=900, dtype=np.float16)  # more tiles than stages
+    lengths = np.array([0, 0, 900, 0, 0, 77])
     options = {"seqlens_k": lengths, "causal": True}
     o, lse = run(q, k, v, blocks=blocks, schedules=True, **options)
     close((o, lse), attention_reference(q, k, v, **options))
