@@ -3,7 +3,7 @@
 // Source     Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3), sections 3.1 and 3.2, for the
 //            pipeline; the running softmax is Algorithm 1 of Dao 2023, arXiv:2307.08691.
 // Computes   O = softmax(softmax_scale * Q K^T) V, row-wise, and lse in nats; keys are hidden by
-//            length, causal mask or window. softmax_scale > 0.
+//            length, causal mask or window. softmax_scale > 0. Softcap and ALiBi: see Options.
 // Shapes     Q, O (batch, heads_q, seqlen_q, d or dv); K, V (batch, heads_k, seqlen_k, d or dv), of
 //            float16 or bfloat16; Q, K, V as TMA takes them: columns contiguous, the other strides
 //            multiples of 16 bytes and not negative. d and dv up to kHeadDim, kHeadDimV: what TMA
@@ -32,9 +32,9 @@
 //            products. It orders only the use of the tensor cores: without it results are the same.
 // Options    CUPYFLASH_GENERAL = 1 adds softcap (tanh.approx: 2^-11 of the cap) and ALiBi between the
 //            product and the softmax.
-// Limits     softmax_scale, the cap and their ratio within 2^-100 to 2^100, 2^-20 to 2^20 with ALiBi;
-//            bias, mask and softmax_scale <= 0 are another kernel's work: what they hide row by row
-//            would have to be hidden in V too, which lies in shared memory for all rows.
+// Limits     softmax_scale, the cap and their ratio within 2^-100 to 2^100, 2^-20 to 2^20 with ALiBi.
+//            Bias and mask are another kernel's work: what they hide row by row would have to be
+//            hidden in V too, which lies in shared memory for all rows.
 #include "common/fragment_softmax.cuh"
 #include "common/sm90_layout.cuh"
 #include "common/sm90_producer.cuh"

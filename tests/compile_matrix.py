@@ -22,9 +22,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-
-from cupyflash import _compile, _problem, _sm80, _sm90, devices, tiling
+from cupyflash import _compile, _dtypes, _sm80, _sm90, devices, tiling
 
 Case = tuple[str, tuple[str, ...], str]
 CHECKED = Path(__file__).resolve().parent.parent / "build" / "compiled"
@@ -53,7 +51,7 @@ def tiles(kernel: str, options: tuple[str, ...]) -> _sm80.Tiles | _sm90.Tiles | 
         return None
     macros = dict(option.removeprefix("-DCUPYFLASH_").split("=") for option in options)
     dtype = macros["ELEMENT"]
-    known = {"itemsize": np.dtype(getattr(_problem, dtype, dtype)).itemsize}
+    known = {"itemsize": _dtypes.named(dtype).itemsize}
     names = [field.name for field in dataclasses.fields(table)]
     known |= {name: int(macros[name.upper()]) for name in names if name.upper() in macros}
     return table(**{name: known[name] for name in names if name in known})
