@@ -91,9 +91,11 @@ _SLICE_LIMIT = {2: 256, 4: 128, 8: 128}  # more columns of O would not fit the r
 # and "general" ones, where what changes the scores needs registers.
 #   16-bit    32 queries a warp: what is read of K and V then serves two products, or shared memory
 #             would be the limit. O of more than 128 columns leaves registers for 16 queries only.
-#             On an H200, bf16, 4,096 tokens: 337 TFLOP/s at head_dim 64 with Bc = 96, 328 with 64,
-#             288 with 112 (spills); 391 at 128 with Bc = 64, 295 with 48. 16 queries: 290 and 270.
-#   float32   32 queries to 64 columns: 62 TFLOP/s, 16 queries 56. Then O leaves room for 16.
+#             In an earlier form, on an H200, bf16, 4,096 tokens: 337 TFLOP/s at head_dim 64 with
+#             Bc = 96, 328 with 64, 288 with 112 (spills); 391 at 128 with Bc = 64, 295 with 48.
+#             16 queries: 290 and 270.
+#   float32   32 queries to 64 columns: in an earlier form 62 TFLOP/s, 16 queries 56. Then O leaves
+#             room for 16.
 #   float64   the products are slow: shared memory is never the limit, its size is.
 _TABLE = {
     (2, 64, "plain"): ((128, 4, 96, 2, 2), (128, 4, 64, 2, 2), (128, 4, 32, 2, 2)),

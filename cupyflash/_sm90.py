@@ -87,12 +87,12 @@ class Tiles:
 # queries for each key that is read. Two tiles of Q where they fit, so that one is there when a work
 # begins. Wider tiles of keys mean fewer steps, each with its fixed cost, but more keys that are
 # masked in vain. Measured on an H200, bf16:
-#   head_dim 64    192 x 128: 2,048 and 16,384 keys 421 and 504 TFLOP/s; 128 x 192: 412 at 16,384.
-#                  Short causal rows waste more of 192 queries: 230 with 128 x 128 at 512, 216 with
-#                  192. Four stages are 1 to 3 % faster than two.
-#   head_dim 128   176 keys are up to 6 % faster than 128 from 4,096 keys on, and up to 13 % slower
+#   head_dim 64    192 x 128: 501 TFLOP/s at 16,384 keys, 128 x 128: 373. Short causal rows waste
+#                  more of 192 queries: 230 with 128 x 128 at 512, 215 with 192. Four stages are up
+#                  to 3 % faster than two.
+#   head_dim 128   176 keys are up to 8 % faster than 128 from 4,096 keys on, and up to 13 % slower
 #                  at 512.
-#   head_dim 256   512 keys are 8 tiles of 64, but 6.4 of 80: 308 and 302 causal, 472 and 461 full.
+#   head_dim 256   512 keys are 8 tiles of 64, but 6.4 of 80: 308 and 298 causal, 472 and 461 full.
 # The first row is taken that holds both head dims and whose limits of keys are kept.
 TABLE = (
     Tiles(64, 64, 128, 128, 4, 2, most_causal_keys=1024),
