@@ -39,7 +39,9 @@
 #include "common/sm90_layout.cuh"
 #include "common/sm90_producer.cuh"
 #include "common/store_fragment.cuh"
+#include "common/warp_scores.cuh"
 #include "ptx/named_barrier.cuh"
+#include "ptx/pin.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tanh.cuh"
 #include "ptx/wgmma.cuh"
@@ -140,21 +142,29 @@ class Consumer {
         named_barrier_arrive(kFirstTurn + (c_ + 1 == kConsumers ? 0 : c_ + 1), 2 * kWarpgroup);
       }
     };
-    // Scores that are complete but for `pending` younger products become weights. True if O is to
+    // Scores of tile j, complete but for `pending` younger products, become weights; true if O is to
     // be rescaled.
-    const auto weigh = [&](auto pending, unsigned t, int j, const Tiles& of_work) {
+    const auto weigh = [&](auto pending, int j) {
       wgmma_wait<pending>();
       wgmma_use(S);
-      release(shared_.K_empty[Turn<kStages>(t).stage]);
-      if (j == of_work.begin) release(shared_.Q_empty[Turn<kQStages>(Q_tiles).stage][c_]);
-      if constexpr (kGeneral) change(S, j, work(works));
-      hide(S, j, of_work, works);
+      if constexpr (kGeneral) change(S, j * kBc, work(works));
+      hide(S, j, work(works));
       const bool moved = softmax.fold(S, slope_, keep);
       // The weights are made before P V is complete, not after it: the compiler moves nothing
-      // across both this use and the loop in the wait for the next K.
+      // across both this use and the loop in a wait.
       wgmma_use(S);
-      if (j > of_work.begin) wait_for_K(t + 1);
       return moved;
+    };
+    // Waits until O += P V_t is complete.
+    const auto receive_outputs = [&](unsigned t) {
+      wgmma_wait<0>();
+      wgmma_use(O);
+      release(shared_.V_empty[Turn<kStages>(t).stage]);
+    };
+    // Tile j's K, and after a work's last tile its Q, may be loaded over.
+    const auto release_operands = [&](unsigned t, int j, const Tiles& of_work) {
+      release(shared_.K_empty[Turn<kStages>(t).stage]);
+      if (j == of_work.begin) release(shared_.Q_empty[Turn<kQStages>(Q_tiles).stage][c_]);
     };
 #pragma unroll 1
     for (;;) {
@@ -176,7 +186,9 @@ class Consumer {
         wgmma_fence();
         start_scores(S, Q, K);
       }
-      weigh(Number<0>(), tiles, j, of_work);
+      weigh(Number<0>(), j);
+      release_operands(tiles, j, of_work);
+      if (j > of_work.begin) wait_for_K(tiles + 1);
       pack_weights(S, P);
 
       // P holds the weights of tile j, O the sum over the tiles of its work before.
@@ -184,14 +196,40 @@ class Consumer {
       for (;;) {
 #pragma unroll 1
         while (j > of_work.begin) {
-          --j;
-          start_products(tiles);
-          const bool moved = weigh(Number<1>(), tiles + 1, j, of_work);
-          wgmma_wait<0>();
-          wgmma_use(O);
-          release(shared_.V_empty[Turn<kStages>(tiles++).stage]);
-          if (__any_sync(kFullWarp, moved)) scale_rows(O, keep);
-          pack_weights(S, P);
+          // As long as nothing is masked and the rows are steady.
+          int last = softmax.steady(slope_) ? last_unmasked(j, work(works)) : j;
+#pragma unroll 1
+          while (j > last) {
+            --j;
+            start_products(tiles);
+            wgmma_wait<1>();
+            wgmma_use(S);
+            if constexpr (kGeneral) change(S, j * kBc, work(works));
+            bool grown[kFragmentRows];
+            const bool some = softmax.fold_steady(S, slope_, grown);
+            wgmma_use(S);
+            if (j > of_work.begin) wait_for_K(tiles + 2);
+            receive_outputs(tiles++);
+            if (some) {
+              remake(S, grown, Turn<kQStages>(Q_tiles).stage, Turn<kStages>(tiles).stage, j * kBc,
+                     work(works));
+              softmax.fold_grown(S, slope_, grown, keep);
+              scale_rows(O, keep);
+              if (!softmax.steady(slope_)) last = j;
+            }
+            release_operands(tiles, j, of_work);
+            pack_weights(S, P);
+          }
+          if (j > of_work.begin) {
+            --j;
+            start_products(tiles);
+            const bool moved = weigh(Number<1>(), j);
+            release_operands(tiles + 1, j, of_work);
+            if (j > of_work.begin) wait_for_K(tiles + 2);
+            receive_outputs(tiles++);
+            if (__any_sync(kFullWarp, moved)) scale_rows(O, keep);
+            pack_weights(S, P);
+          }
         }
         // The same from the last tile of a work to the first of the next.
         const unsigned finished = works;
@@ -206,7 +244,9 @@ class Consumer {
           wait_for_Q(Q_tiles);
           wait_for_K(tiles + 1);
           start_products(tiles);
-          weigh(Number<1>(), tiles + 1, j, of_work);
+          weigh(Number<1>(), j);
+          release_operands(tiles + 1, j, of_work);
+          if (j > of_work.begin) wait_for_K(tiles + 2);
         } else {
           const Turn<kStages> V_turn(tiles);
           const unsigned long long V = V_matrix(tiles);
@@ -214,9 +254,7 @@ class Consumer {
           wgmma_fence();
           start_outputs(O, P, V);
         }
-        wgmma_wait<0>();
-        wgmma_use(O);
-        release(shared_.V_empty[Turn<kStages>(tiles++).stage]);
+        receive_outputs(tiles++);
         store(O, scale, lse, work(finished));
         give_back(finished);
         if (!more) break;
@@ -260,8 +298,6 @@ class Consumer {
   struct Tiles {
     int begin;
     int end;
-    int unmasked_begin;
-    int unmasked_end;
   };
 
   // Waits for the description of work n.
@@ -269,8 +305,7 @@ class Consumer {
     const Turn<kWorkStages> turn(n);
     mbarrier_wait(shared_.work_full[turn.stage], turn.parity);
     const Work& found = work(n);
-    return {warp_uniform(found.begin), warp_uniform(found.end),
-            warp_uniform(found.unmasked_begin[c_]), warp_uniform(found.unmasked_end[c_])};
+    return {warp_uniform(found.begin), warp_uniform(found.end)};
   }
 
   __device__ __forceinline__ void give_back(unsigned n) const {
@@ -278,30 +313,57 @@ class Consumer {
     release(shared_.work_empty[Turn<kWorkStages>(n).stage]);
   }
 
-  // Products of tile j become scores: softcap, then ALiBi.
-  __device__ __forceinline__ void change(float (&S)[kScores], int j, const Work& work) const {
+  // The last of the tiles after j, going down, that all queries of this consumer see all of; j if
+  // the next one is not of them.
+  __device__ __forceinline__ int last_unmasked(int j, const Work& work) const {
+    const bool next = j > work.unmasked_begin[c_] && j <= work.unmasked_end[c_];
+    return warp_uniform(next ? work.unmasked_begin[c_] : j);
+  }
+
+  // Products of the keys from `first_key` on become scores: softcap, then ALiBi.
+  template <int n>
+  __device__ __forceinline__ void change(float (&S)[n], int first_key, const Work& work) const {
     if (to_cap_ != 0.0f) {
 #pragma unroll
-      for (int x = 0; x < kScores; ++x) S[x] = tanh_approx(S[x] * to_cap_);
+      for (int x = 0; x < n; ++x) S[x] = tanh_approx(S[x] * to_cap_);
     }
     if (problem_.alibi_slopes.data) {
-      const int first_column = j * kBc + threadIdx.x % 4 * 2;
+      const int first_column = first_key + threadIdx.x % 4 * 2;
       const float slope = work.alibi;
       const float diagonal[] = {static_cast<float>(work.diagonal + row() - first_column),
                                 static_cast<float>(work.diagonal + row() + 8 - first_column)};
 #pragma unroll
-      for (int x = 0; x < kScores; ++x) {
+      for (int x = 0; x < n; ++x) {
         const float distance = diagonal[x / 2 % 2] - static_cast<float>(x / 4 * 8 + x % 2);
         S[x] = fmaf(-slope, fabsf(distance), S[x]);
       }
     }
   }
 
+  // The scores of rows that have grown, where S holds weights: keys from first_key on, Q and K in
+  // these stages.
+  __device__ __forceinline__ void remake(float (&S)[kScores], const bool (&grown)[kFragmentRows],
+                                         int Q_stage, int K_stage, int first_key,
+                                         const Work& work) const {
+    const int warp = pin(threadIdx.x) / kWarpSize % 4;
+    const WarpScores scores(shared_.Q[Q_stage][c_], 16 * warp, shared_.K[K_stage]);
+#pragma unroll 1
+    for (int k = 0; k < kBc / 8; ++k) {
+      float fresh[4];
+      scores.make(fresh, 8 * k);
+      if constexpr (kGeneral) change(fresh, first_key + 8 * k, work);
+#pragma unroll
+      for (int x = 0; x < 4; ++x) fresh[x] = grown[x / 2] ? fresh[x] : S[x];
+#pragma unroll
+      for (int x = 0; x < kScores - 4; ++x) S[x] = S[x + 4];
+#pragma unroll
+      for (int x = 0; x < 4; ++x) S[kScores - 4 + x] = fresh[x];
+    }
+  }
+
   // Scores of tile j that position hides become -inf.
-  __device__ __forceinline__ void hide(float (&S)[kScores], int j, const Tiles& tiles,
-                                       unsigned n) const {
-    if (j >= tiles.unmasked_begin && j < tiles.unmasked_end) return;
-    const Work& work = this->work(n);
+  __device__ __forceinline__ void hide(float (&S)[kScores], int j, const Work& work) const {
+    if (j >= work.unmasked_begin[c_] && j < work.unmasked_end[c_]) return;
     const int first_column = j * kBc + threadIdx.x % 4 * 2;
     int end[kFragmentRows];
 #pragma unroll

@@ -24,6 +24,10 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(kFullWarp, x, 2);
 }
 
+__device__ __forceinline__ bool quad_any(bool x) {
+  return __ballot_sync(kFullWarp, x) >> threadIdx.x % kWarpSize / 4 * 4 & 0xf;
+}
+
 // Hides the keys from end[r] on of row r, counted from the thread's own first column.
 template <int n>
 __device__ __forceinline__ void hide_from(float (&S)[n], const int (&end)[kFragmentRows]) {
@@ -48,15 +52,19 @@ __device__ __forceinline__ float power_of_two_below(float x) {
   return power == 0.0f ? __builtin_bit_cast(float, 0x00800000u) : power;
 }
 
-// (m, l) of two rows. Scores s are counted in some unit u (unscaled products in softmax_scale);
-// the weights are 2^(slope s - base), where slope = u log2(e) and base = slope m. m follows the rows' maxima only when a weight
-// would exceed 2^kSlack: O is seldom rescaled, and O / l is the same for any m.
+// (m, l) of two rows. Scores s are counted in some unit u (unscaled products in softmax_scale); the
+// weights are 2^(slope s - base), where slope = u log2(e) and base = slope m. O / l is the same for
+// any m, and P, O and l hold numbers much larger than 1 as well as those below: m need not be the
+// maximum, only near enough to it. So it is looked for where a row begins and where tiles are
+// masked (fold); from there on tiles are folded by the m that is there (fold_steady), and a new one
+// is looked for only by rows that get a weight beyond 2^kRoom (fold_grown).
 // One FMA makes the exponent: it rounds base, by the same amount in every weight of the row and in
 // l, which cancels. From kLargeBase on that rounding would exceed what a 16-bit P can hold; two
 // different scores are then so far apart that the larger has almost all the weight at any slope,
 // and one that is a power of two makes slope m exact.
 struct FragmentSoftmax {
-  static constexpr float kSlack = 8.0f;
+  static constexpr float kSlack = 8.0f;             // fold lets m be, while weights stay below 2^8
+  static constexpr float kRoom = 16384.0f;          // 2^14, far below 65,504, what float16 ends at
   static constexpr float kLargeBase = 67108864.0f;  // 2^26
 
   float m[kFragmentRows];  // of the products; -inf while nothing was seen
@@ -77,10 +85,7 @@ struct FragmentSoftmax {
     bool moved = false;
 #pragma unroll
     for (int r = 0; r < kFragmentRows; ++r) {
-      float top = m[r];
-#pragma unroll
-      for (int x = 2 * r; x < n; x += 4) top = fmaxf(top, fmaxf(S[x], S[x + 1]));
-      top = quad_max(top);
+      const float top = quad_max(fmaxf(m[r], row_max(S, r)));
       const float base_old = slope_at(m[r], slope) * m[r];
       const bool moves = slope * top - base_old > kSlack;
       m[r] = moves ? top : m[r];
@@ -96,16 +101,62 @@ struct FragmentSoftmax {
       S[x] = ex2_approx(fmaf(S[x], row_slope[r], -base[r]));
     }
 #pragma unroll
+    for (int r = 0; r < kFragmentRows; ++r) l[r] += row_sum(S, r);
+    return moved;
+  }
+
+  // Whether fold_steady may take what comes: every row of the warp has seen a key, and has a base
+  // that one FMA is exact enough for. The same in all lanes.
+  __device__ __forceinline__ bool steady(float slope) const {
+    return __all_sync(kFullWarp,
+                      fabsf(slope * m[0]) < kLargeBase && fabsf(slope * m[1]) < kLargeBase);
+  }
+
+  // Turns S into weights by the m that is there. True, in all lanes, if some row has grown too
+  // large for it: then S is to be made again in the rows that `grown` tells of, for fold_grown.
+  template <int n>
+  __device__ __forceinline__ bool fold_steady(float (&S)[n], float slope,
+                                              bool (&grown)[kFragmentRows]) {
+    const float base[] = {slope * m[0], slope * m[1]};
+#pragma unroll
+    for (int x = 0; x < n; ++x) S[x] = ex2_approx(fmaf(S[x], slope, -base[x / 2 % 2]));
+    float sum[kFragmentRows];
+#pragma unroll
     for (int r = 0; r < kFragmentRows; ++r) {
-      float sum[2] = {0.0f, 0.0f};
+      sum[r] = row_sum(S, r);
+      grown[r] = sum[r] > kRoom;
+    }
+    if (__any_sync(kFullWarp, grown[0] || grown[1])) {
+#pragma unroll
+      for (int r = 0; r < kFragmentRows; ++r) grown[r] = quad_any(grown[r]);
+      return true;
+    }
+#pragma unroll
+    for (int r = 0; r < kFragmentRows; ++r) l[r] += sum[r];
+    return false;
+  }
+
+  // S holds scores in the rows that have grown, and weights in the others, whose result is, to the
+  // bit, what it is without such a neighbour. O is to be multiplied by keep.
+  template <int n>
+  __device__ __forceinline__ void fold_grown(float (&S)[n], float slope,
+                                             const bool (&grown)[kFragmentRows],
+                                             float (&keep)[kFragmentRows]) {
+#pragma unroll
+    for (int r = 0; r < kFragmentRows; ++r) {
+      const float top = quad_max(fmaxf(m[r], row_max(S, r)));
+      const float base_old = slope * m[r];
+      m[r] = grown[r] ? top : m[r];
+      const float row_slope = slope_at(m[r], slope);
+      const float base = row_slope * m[r];
+      keep[r] = grown[r] ? ex2_approx(fminf(base_old - base, 0.0f)) : 1.0f;
 #pragma unroll
       for (int x = 2 * r; x < n; x += 4) {
-        sum[0] += S[x];
-        sum[1] += S[x + 1];
+        S[x] = grown[r] ? ex2_approx(fmaf(S[x], row_slope, -base)) : S[x];
+        S[x + 1] = grown[r] ? ex2_approx(fmaf(S[x + 1], row_slope, -base)) : S[x + 1];
       }
-      l[r] += sum[0] + sum[1];
+      l[r] = fmaf(l[r], keep[r], row_sum(S, r));
     }
-    return moved;
   }
 
   // After the last tile: what O is multiplied by, and lse = ln(2) (slope m + log2 l) in nats. The
@@ -122,6 +173,25 @@ struct FragmentSoftmax {
   }
 
  private:
+  // Of the columns that this thread holds.
+  template <int n>
+  static __device__ __forceinline__ float row_max(const float (&S)[n], int r) {
+    float top = kMinusInfinity;
+#pragma unroll
+    for (int x = 2 * r; x < n; x += 4) top = fmaxf(top, fmaxf(S[x], S[x + 1]));
+    return top;
+  }
+  template <int n>
+  static __device__ __forceinline__ float row_sum(const float (&S)[n], int r) {
+    float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int x = 2 * r; x < n; x += 4) {
+      sum[0] += S[x];
+      sum[1] += S[x + 1];
+    }
+    return sum[0] + sum[1];
+  }
+
   static __device__ __forceinline__ float slope_at(float m, float slope) {
     return fabsf(slope * m) < kLargeBase ? slope : power_of_two_below(slope);
   }

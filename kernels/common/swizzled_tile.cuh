@@ -42,6 +42,13 @@ struct SwizzledTile {
   }
   // What leads from there to rows 16 k to 16 k + 15.
   static constexpr __device__ unsigned rows_step(int k) { return k * 16 * kRowBytes / 16; }
+
+  // From the begin of a row to its columns 8 unit to 8 unit + 7.
+  static __device__ __forceinline__ unsigned unit_offset(int row, int unit) {
+    constexpr int kUnits = kRowBytes / 16;
+    const int permuted = unit % kUnits ^ (kUnits == 8 ? row % 8 : row / 2 % 4);
+    return unit / kUnits * kSlabBytes + permuted * 16;
+  }
 };
 
 }  // namespace cupyflash

@@ -6,5 +6,6 @@ namespace cupyflash {
 
 // The empty asm statement.
 inline int pin(int x) { return x; }
+inline float pin_float(float x) { return x; }
 
 }  // namespace cupyflash
