@@ -32,6 +32,9 @@ _MANY_KEYS = 1024
 # The K and V of the heads that are walked together take at most this part of the L2 cache: half,
 # since each of its two partitions keeps what the other's multiprocessors ask for.
 _L2_SHARE = 0.4
+# Multiprocessors that read one head's K and V at about the same time, where the cache does not hold
+# those of all heads of a bunch.
+_SHARING = 4
 # struct Sm90Params behind the three tensor maps.
 _FIELDS = (
     *(f"problem.{name}" for name in _params.PROBLEM_FIELDS),
@@ -197,8 +200,7 @@ def records(
         heads = math.prod(sizes) * problem.heads_q
         grid = min(heads * blocks, device.multiprocessors)
         # Works of equal length need no counter, and no launch that clears it.
-        unequal = problem.window_left >= 0 or problem.window_right >= 0 or problem.has_seqlens
-        counter = xp.zeros(1, np.int32) if unequal and heads * blocks > grid else 0
+        counter = xp.zeros(1, np.int32) if unequal(problem) and heads * blocks > grid else 0
         fields = views | _launch.scalar_fields(problem, sizes)
         struct, pointers = _params.pack(
             _FIELDS,
@@ -226,11 +228,25 @@ def records(
         )
 
 
+def unequal(problem: AttentionProblem) -> bool:
+    """Whether blocks of queries may see different numbers of keys."""
+    return problem.window_left >= 0 or problem.window_right >= 0 or problem.has_seqlens
+
+
 def bunch(problem: AttentionProblem, device: Device) -> int:
-    """Query heads that are walked together, so that their K and V stay in the L2 cache."""
+    """Query heads that are walked together, so that their K and V stay in the L2 cache.
+
+    Works of unequal length are given out longest first, bunch by bunch: small bunches leave the
+    device without short works to end with. So they are made larger there, as long as several
+    multiprocessors share each head's K and V, and all of about the same size.
+    """
+    heads = problem.batch * problem.heads_q
     head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * _ITEMSIZE
-    key_heads = max(1, int(_L2_SHARE * device.l2_bytes) // head)
-    return min(key_heads * problem.group, problem.batch * problem.heads_q)
+    most = max(1, int(_L2_SHARE * device.l2_bytes) // head) * problem.group
+    if unequal(problem):
+        most = max(most, device.multiprocessors // _SHARING)
+        most = ceil_div(heads, ceil_div(heads, most))
+    return min(most, heads)
 
 
 def _maps(

@@ -27,6 +27,7 @@
 //            X_empty: every consumer warp arrives when its products that read X are complete; the
 //            producer warp waits for it before it loads over X.
 //            work_full, work_empty: the same for the description of a work, written by warp 0.
+//            work_wanted: warp 1 has nearly started all loads of a work; warp 0 takes the next one.
 //            V_landed: warp 2 waits for its own load where it has to overwrite rows of V.
 //            Turn (named barrier 1 + c): consumer c waits for consumer c - 1 to have started its
 //            products. It orders only the use of the tensor cores: without it results are the same.
@@ -120,7 +121,9 @@ class Consumer {
     float keep[kFragmentRows];
     FragmentSoftmax softmax;
     const auto Q_matrix = [&](unsigned n) {
-      return advanced(QTile::by_columns(shared_.Q[0][c_]), Turn<kQStages>(n).stage * kQStep);
+      // Made anew for each tile: there are no registers to keep it in.
+      const Turn<kQStages> turn(pin(n));
+      return advanced(QTile::by_columns(shared_.Q[0][c_]), turn.stage * kQStep);
     };
     const auto K_matrix = [&](unsigned t) {
       return advanced(KTile::by_columns(shared_.K[0]), Turn<kStages>(t).stage * kKStep);
@@ -164,7 +167,7 @@ class Consumer {
     // Tile j's K, and after a work's last tile its Q, may be loaded over.
     const auto release_operands = [&](unsigned t, int j, const Tiles& of_work) {
       release(shared_.K_empty[Turn<kStages>(t).stage]);
-      if (j == of_work.begin) release(shared_.Q_empty[Turn<kQStages>(Q_tiles).stage][c_]);
+      if (j == of_work.begin) release(shared_.Q_empty[Turn<kQStages>(pin(Q_tiles)).stage][c_]);
     };
 #pragma unroll 1
     for (;;) {
@@ -204,11 +207,10 @@ class Consumer {
             start_products(tiles);
             wgmma_wait<1>();
             wgmma_use(S);
-            if constexpr (kGeneral) change(S, j * kBc, work(works));
+            if constexpr (kGeneral) change(S, pin(j) * kBc, work(works));
             bool grown[kFragmentRows];
             const bool some = softmax.fold_steady(S, slope_, grown);
             wgmma_use(S);
-            if (j > of_work.begin) wait_for_K(tiles + 2);
             receive_outputs(tiles++);
             if (some) {
               remake(S, grown, Turn<kQStages>(Q_tiles).stage, Turn<kStages>(tiles).stage, j * kBc,
@@ -219,6 +221,7 @@ class Consumer {
             }
             release_operands(tiles, j, of_work);
             pack_weights(S, P);
+            if (j > of_work.begin) wait_for_K(tiles + 1);
           }
           if (j > of_work.begin) {
             --j;
@@ -233,8 +236,8 @@ class Consumer {
         }
         // The same from the last tile of a work to the first of the next.
         const unsigned finished = works;
-        float scale[kFragmentRows], lse[kFragmentRows];
-        softmax.finish(slope_, scale, lse);
+        float scale[kFragmentRows];
+        finish(softmax, scale, work(finished));
         softmax = FragmentSoftmax();
         of_work = tiles_of(++works);
         ++Q_tiles;
@@ -255,7 +258,7 @@ class Consumer {
           start_outputs(O, P, V);
         }
         receive_outputs(tiles++);
-        store(O, scale, lse, work(finished));
+        store(O, scale, work(finished));
         give_back(finished);
         if (!more) break;
         clear(O);
@@ -282,17 +285,17 @@ class Consumer {
 
   // This warp has done with a buffer. Its lanes are together.
   __device__ __forceinline__ void release(Mbarrier& empty) const {
-    if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(empty);
+    if (pin(threadIdx.x) % kWarpSize == 0) mbarrier_arrive(empty);
   }
 
   // The thread's upper row in its tile of Br queries.
   __device__ __forceinline__ int row() const {
-    const int warp = threadIdx.x / kWarpSize % 4;
-    return c_ * kConsumerRows + 16 * warp + threadIdx.x % kWarpSize / 4;
+    const int thread = pin(threadIdx.x) - kWarpgroup;  // no register holds it through the loops
+    return thread / kWarpSize * 16 + thread % kWarpSize / 4;
   }
 
   __device__ __forceinline__ const Work& work(unsigned n) const {
-    return shared_.work[Turn<kWorkStages>(n).stage];
+    return shared_.work[Turn<kWorkStages>(pin(n)).stage];  // few steps ask for it
   }
 
   struct Tiles {
@@ -328,7 +331,7 @@ class Consumer {
       for (int x = 0; x < n; ++x) S[x] = tanh_approx(S[x] * to_cap_);
     }
     if (problem_.alibi_slopes.data) {
-      const int first_column = first_key + threadIdx.x % 4 * 2;
+      const int first_column = first_key + pin(threadIdx.x) % 4 * 2;
       const float slope = work.alibi;
       const float diagonal[] = {static_cast<float>(work.diagonal + row() - first_column),
                                 static_cast<float>(work.diagonal + row() + 8 - first_column)};
@@ -379,19 +382,31 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ void store(const float (&O)[kOutputs],
-                                        const float (&scale)[kFragmentRows],
-                                        const float (&lse)[kFragmentRows], const Work& work) const {
-    int64 rows[kFragmentRows];
+  // Row r of the thread's two among the head's queries; -1 if it is past the last one.
+  __device__ __forceinline__ int64 query(int r, const Work& work) const {
+    return row() + 8 * r < work.rows ? work.i0 + row() + 8 * r : -1;
+  }
+
+  // Writes lse; scale is what O is to be multiplied by when it is complete.
+  __device__ __forceinline__ void finish(const FragmentSoftmax& softmax,
+                                         float (&scale)[kFragmentRows], const Work& work) const {
+    float lse[kFragmentRows];
+    softmax.finish(slope_, scale, lse);
+    if (!problem_.lse.data || threadIdx.x % 4 != 0) return;
 #pragma unroll
     for (int r = 0; r < kFragmentRows; ++r) {
-      rows[r] = row() + 8 * r < work.rows ? work.i0 + row() + 8 * r : -1;
-      if (problem_.lse.data && threadIdx.x % 4 == 0 && rows[r] >= 0) {
-        static_cast<float*>(problem_.lse.data)[work.lse + rows[r] * problem_.lse.row] = lse[r];
-      }
+      const int64 i = query(r, work);
+      if (i < 0) continue;
+      static_cast<float*>(problem_.lse.data)[work.lse + i * problem_.lse.row] = lse[r];
     }
-    store_rows(O, scale, static_cast<element*>(problem_.o.data) + work.o, rows, problem_.o.row,
-               problem_.o.col, static_cast<int>(problem_.head_dim_v), params_.o_vectors);
+  }
+
+  __device__ __forceinline__ void store(const float (&O)[kOutputs],
+                                        const float (&scale)[kFragmentRows],
+                                        const Work& work) const {
+    store_rows(O, scale, static_cast<element*>(problem_.o.data) + work.o,
+               {query(0, work), query(1, work)}, problem_.o.row, problem_.o.col,
+               static_cast<int>(problem_.head_dim_v), params_.o_vectors);
   }
 
   // Rows that see no key: o = 0, lse = -inf. A warp its 16 rows.
@@ -449,6 +464,7 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, 1)
       mbarrier_init(shared.V_empty[stage], kConsumerWarps);
     }
     mbarrier_init(shared.V_landed, 1);
+    mbarrier_init(shared.work_wanted, 1);
     fence_mbarrier_init();
   }
   __syncthreads();  // before anybody waits on the mbarriers

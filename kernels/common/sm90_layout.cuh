@@ -44,7 +44,7 @@ using KTile = SwizzledTile<kBc, kHeadDim>;
 using VTile = SwizzledTile<kBc, kHeadDimV>;
 
 // One for the work whose scores are made, one for that whose O goes out, one for the next.
-constexpr int kWorkStages = 3;
+constexpr int kWorkStages = 4;  // a power of two
 static_assert(kStages >= 2, "one tile is in use while the next is on its way");
 
 // Which head of a tensor map; the launcher leaves at most two batch axes, the last two of three.
@@ -80,7 +80,7 @@ struct Shared {
   alignas(1024) unsigned char K[kStages][KTile::kBytes];
   alignas(1024) unsigned char V[kStages][VTile::kBytes];
   Work work[kWorkStages];
-  Mbarrier work_full[kWorkStages], work_empty[kWorkStages];
+  Mbarrier work_full[kWorkStages], work_empty[kWorkStages], work_wanted;
   Mbarrier Q_full[kQStages][kConsumers], Q_empty[kQStages][kConsumers];
   Mbarrier K_full[kStages], K_empty[kStages];
   Mbarrier V_full[kStages], V_empty[kStages];
