@@ -131,19 +131,20 @@ class Consumer {
     const auto V_matrix = [&](unsigned t) {
       return advanced(VTile::by_rows(shared_.V[0]), Turn<kStages>(t).stage * kVStep);
     };
+    const auto take_turn = [&] { named_barrier_sync(kFirstTurn + c_, 2 * kWarpgroup); };
+    const auto pass_turn = [&] {
+      named_barrier_arrive(kFirstTurn + (c_ + 1 == kConsumers ? 0 : c_ + 1), 2 * kWarpgroup);
+    };
     // S = Q K_t+1^T and O += P V_t, started together, in this consumer's turn.
     const auto start_products = [&](unsigned t) {
       const unsigned long long Q = Q_matrix(Q_tiles), K = K_matrix(t + 1), V = V_matrix(t);
-      const Turn<kStages> V_turn(t);
-      if (kPingPong) named_barrier_sync(kFirstTurn + c_, 2 * kWarpgroup);
+      if (kPingPong) take_turn();
       wgmma_fence();
       start_scores(S, Q, K);
-      mbarrier_wait(shared_.V_full[V_turn.stage], V_turn.parity);
+      wait_for_V(t);
       wgmma_fence();  // the compiler wants one in each block of code, or it runs one at a time
       start_outputs(O, P, V);
-      if (kPingPong) {
-        named_barrier_arrive(kFirstTurn + (c_ + 1 == kConsumers ? 0 : c_ + 1), 2 * kWarpgroup);
-      }
+      if (kPingPong) pass_turn();
     };
     // Scores of tile j, complete but for `pending` younger products, become weights; true if O is to
     // be rescaled.
@@ -173,8 +174,26 @@ class Consumer {
     for (;;) {
       // Nothing is in flight: the first work, or the one before has none to follow at once.
       Tiles of_work = tiles_of(works);
-      if (of_work.begin >= of_work.end) {
-        if (of_work.begin > of_work.end) return;
+      if (of_work.begin > of_work.end) return;
+      // Every tile takes a turn of each consumer, but those that follow nothing.
+      bool in_turn = kPingPong && !work(works).fresh;
+#pragma unroll 1
+      for (; of_work.skipped > 0; --of_work.skipped, ++tiles) {
+        if (in_turn) take_turn();
+        if (in_turn) pass_turn();
+        in_turn = kPingPong;
+        wait_for_K(tiles);
+        wait_for_V(tiles);
+        __syncwarp();  // every lane has seen it come
+        release(shared_.K_empty[Turn<kStages>(tiles).stage]);
+        release(shared_.V_empty[Turn<kStages>(tiles).stage]);
+      }
+      if (of_work.begin == of_work.end) {
+        if (work(works).begin < work(works).end) {
+          wait_for_Q(Q_tiles);
+          __syncwarp();
+          release(shared_.Q_empty[Turn<kQStages>(Q_tiles++).stage][c_]);
+        }
         store_nothing(work(works));
         give_back(works++);
         continue;
@@ -186,8 +205,10 @@ class Consumer {
       wait_for_K(tiles);
       {
         const unsigned long long Q = Q_matrix(Q_tiles), K = K_matrix(tiles);
+        if (in_turn) take_turn();
         wgmma_fence();
         start_scores(S, Q, K);
+        if (in_turn) pass_turn();
       }
       weigh(Number<0>(), j);
       release_operands(tiles, j, of_work);
@@ -241,7 +262,7 @@ class Consumer {
         softmax = FragmentSoftmax();
         of_work = tiles_of(++works);
         ++Q_tiles;
-        const bool more = of_work.begin < of_work.end;
+        const bool more = of_work.begin < of_work.end && of_work.skipped == 0;
         if (more) {
           j = of_work.end - 1;
           wait_for_Q(Q_tiles);
@@ -251,9 +272,8 @@ class Consumer {
           release_operands(tiles + 1, j, of_work);
           if (j > of_work.begin) wait_for_K(tiles + 2);
         } else {
-          const Turn<kStages> V_turn(tiles);
           const unsigned long long V = V_matrix(tiles);
-          mbarrier_wait(shared_.V_full[V_turn.stage], V_turn.parity);
+          wait_for_V(tiles);
           wgmma_fence();
           start_outputs(O, P, V);
         }
@@ -283,6 +303,11 @@ class Consumer {
     mbarrier_wait(shared_.K_full[turn.stage], turn.parity);
   }
 
+  __device__ __forceinline__ void wait_for_V(unsigned n) const {
+    const Turn<kStages> turn(n);
+    mbarrier_wait(shared_.V_full[turn.stage], turn.parity);
+  }
+
   // This warp has done with a buffer. Its lanes are together.
   __device__ __forceinline__ void release(Mbarrier& empty) const {
     if (pin(threadIdx.x) % kWarpSize == 0) mbarrier_arrive(empty);
@@ -298,9 +323,12 @@ class Consumer {
     return shared_.work[Turn<kWorkStages>(pin(n)).stage];  // few steps ask for it
   }
 
+  // Of keys that a work visits: from end - 1 down to begin, after those that none of this
+  // consumer's queries sees.
   struct Tiles {
     int begin;
     int end;
+    int skipped;
   };
 
   // Waits for the description of work n.
@@ -308,7 +336,8 @@ class Consumer {
     const Turn<kWorkStages> turn(n);
     mbarrier_wait(shared_.work_full[turn.stage], turn.parity);
     const Work& found = work(n);
-    return {warp_uniform(found.begin), warp_uniform(found.end)};
+    const int end = warp_uniform(found.end_of[c_]);
+    return {warp_uniform(found.begin), end, warp_uniform(found.end) - end};
   }
 
   __device__ __forceinline__ void give_back(unsigned n) const {

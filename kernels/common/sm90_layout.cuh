@@ -71,6 +71,8 @@ struct Work {
   Origin kv;
   int keys_begin;  // that any query of the head sees
   int keys_end;
+  int fresh;               // 1: there is no tile in the works before, or none in the one before
+  int end_of[kConsumers];  // as end, of the queries of one consumer
   int unmasked_begin[kConsumers];  // tiles that all queries of a consumer see all of
   int unmasked_end[kConsumers];
 };
@@ -152,8 +154,12 @@ __device__ __forceinline__ void describe(Work& work, const Problem& problem,
   for (int c = 0; c < kConsumers; ++c) {
     const int begin = i0 + c * kConsumerRows;
     const int end = begin + kConsumerRows < i1 ? begin + kConsumerRows : i1;
+    work.end_of[c] = work.begin;
+    if (begin >= i1) continue;  // all of them are past the last query
+    const int end_of = TileRange(band, begin, end, kBc).end;
+    if (end_of > work.begin) work.end_of[c] = end_of;
     // Queries past the last one are computed like it.
-    const UnmaskedRange unmasked(band, begin, end > begin ? end : begin + 1, kBc);
+    const UnmaskedRange unmasked(band, begin, end, kBc);
     work.unmasked_begin[c] = unmasked.begin;
     work.unmasked_end[c] = unmasked.end;
   }

@@ -51,8 +51,10 @@ __device__ __forceinline__ void take_works(const Sm90Params& params, Shared& sha
     const bool more = works.valid();
     if (more) {
       describe(work, params.problem, works.position());
+      const Work& before = shared.work[Turn<kWorkStages>(n - 1).stage];
+      work.fresh = n == 0 || before.begin == before.end;
     } else {
-      work.begin = 1;
+      work.begin = kFarKey;  // behind any end
       work.end = 0;
     }
     mbarrier_arrive(shared.work_full[turn.stage]);
