@@ -20,7 +20,7 @@ _VECTOR = 16  # bytes of the widest access
 _ROW_LINE = 128  # bytes that a row of a tile in shared memory is padded to
 _MAX_LENGTH = 2**29  # of sequences, so that sums of positions are 32-bit numbers
 # Compute capabilities whose float64 is an afterthought.
-SLOW_FLOAT64 = ((8, 6), (8, 9), (10, 3), (12, 0))
+SLOW_FLOAT64 = ((7, 5), (8, 6), (8, 9), (10, 3), (12, 0))
 _COMBINE_THREADS = 128  # kCombineThreads
 _MAX_SPLITS = 128  # kMaxSplits
 # The K and V of the heads that are walked together take at most this part of the L2 cache.
@@ -225,7 +225,7 @@ def parts(
     slices = max(1, ceil_div(problem.head_dim_v, tiles.head_dim_v))
     Tr = ceil_div(problem.seqlen_q * packed, tiles.Br)
     if splits is None:
-        splits = _splits(problem, tiles, device, heads * Tr * slices)
+        splits = fitting_splits(problem, tiles, device, heads * Tr * slices)
     if not 1 <= splits <= _MAX_SPLITS:
         raise ValueError(f"splits is {splits}; expected 1 to {_MAX_SPLITS}")
     return Parts(packed, splits, slices, _bunch(problem, device, packed), Tr * splits * slices)
@@ -235,7 +235,7 @@ _SPLIT_KEYS = 256  # fewer keys in a part are not worth its share of the merge
 _BLOCK_COST = 4  # what beginning and ending a thread block costs, in tiles of keys
 
 
-def _splits(problem: AttentionProblem, tiles: Tiles, device: Device, works: int) -> int:
+def fitting_splits(problem: AttentionProblem, tiles: Tiles, device: Device, works: int) -> int:
     """Parts of the keys, so that all multiprocessors have work and the last round is full."""
     slots = device.multiprocessors * tiles.blocks
     Tc = ceil_div(problem.seqlen_k, tiles.Bc)
@@ -259,16 +259,27 @@ def _bunch(problem: AttentionProblem, device: Device, packed: int) -> int:
 
 
 def records(
-    problem: AttentionProblem, tiles: Tiles, work: Parts, o: Any, lse: Any, xp: Any
+    problem: AttentionProblem,
+    tiles: Tiles,
+    work: Parts,
+    o: Any,
+    lse: Any,
+    xp: Any,
+    *,
+    kernel: str = KERNEL,
+    fields: tuple[str, ...] = _FIELDS,
 ) -> Iterator[Any]:
-    """The launches of one call; ``o`` and ``lse`` have a head axis."""
+    """The launches of one call; ``o`` and ``lse`` have a head axis.
+
+    ``kernel`` may be another that divides its work alike; ``fields`` are those of its parameters.
+    """
     from cupyflash import _launch
 
     rows = (problem.heads_q, problem.seqlen_q)
     for sizes, views in _launch.launch_batches(problem, o, lse, _params.BATCH_AXES):
         batch = math.prod(sizes)
-        fields = views | _launch.scalar_fields(problem, sizes)
-        values = {f"problem.{name}": value for name, value in fields.items()}
+        arguments = views | _launch.scalar_fields(problem, sizes)
+        values = {f"problem.{name}": value for name, value in arguments.items()}
         if work.splits > 1:
             acc = problem.acc_dtype
             values["O"] = xp.empty((work.splits, batch, *rows, problem.head_dim_v), acc)
@@ -276,15 +287,16 @@ def records(
         numbers = {"pack": work.pack, "bunch": work.bunch, "splits": work.splits}
         numbers |= {"slices": work.slices, "pairs": int(_pairs(views))}
         numbers |= {f"{name}_vectors": int(_vectors(name, views)) for name in "qkvo"}
+        numbers = {name: value for name, value in numbers.items() if name in fields}
         heads = batch * problem.heads_q // work.pack
         at_once = max(1, _launch.MAX_GRID_X // work.blocks_a_head)
         for first in range(0, heads, at_once):
             count = min(at_once, heads - first)
             params, pointers = _params.pack(
-                _FIELDS, values | numbers | {"first_head": first, "heads": count}
+                fields, values | numbers | {"first_head": first, "heads": count}
             )
             yield _launch.LaunchRecord(
-                kernel=KERNEL,
+                kernel=kernel,
                 options=tiles.options(problem.dtype.name, problem.general),
                 grid=(work.blocks_a_head * count, 1, 1),
                 block=(tiles.threads, 1, 1),
@@ -355,4 +367,5 @@ def specialisations() -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
                 found += [] if architecture in found else [architecture]
         for (tiles, general), architectures in wanted.items():
             yield KERNEL, tiles.options(dtype, general), tuple(architectures)
-        yield COMBINE, combine_options(dtype), _ARCHITECTURES
+        # forward_simt divides its keys too.
+        yield COMBINE, combine_options(dtype), ("sm_70", "sm_75", *_ARCHITECTURES)

@@ -84,9 +84,9 @@ def attention(
         Where to write the output: its shape and dtype, any strides, no element twice, no memory
         shared with an input. On a GPU its elements lie at multiples of their size.
     kernel : str or Algorithm1, optional
-        "host" for numpy arrays; "forward_sm90", "forward_sm80" or "fa1_forward", or an
-        :class:`Algorithm1` with settings of the last, for arrays on a GPU. By default the plan
-        chooses (:func:`plan` explains its choice).
+        "host" for numpy arrays; "forward_sm90", "forward_sm80", "forward_simt" or "fa1_forward",
+        or an :class:`Algorithm1` with settings of the last, for arrays on a GPU. By default the
+        plan chooses (:func:`plan` explains its choice).
 
     Returns
     -------

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from cupyflash import _checks, _gpu, _problem, _sm80, _sm90, devices, io_model, tiling
+from cupyflash import _checks, _gpu, _problem, _simt, _sm80, _sm90, devices, io_model, tiling
 from cupyflash._launch import MAX_GRID_X
 from cupyflash._problem import AttentionProblem
 from cupyflash.devices import Device
@@ -15,7 +15,7 @@ from cupyflash.tiling import Tiling
 
 __all__ = ["KERNELS", "Algorithm1", "Plan", "plan"]
 
-KERNELS = ("host", "fa1_forward", _sm80.KERNEL, _sm90.KERNEL)
+KERNELS = ("host", "fa1_forward", _simt.KERNEL, _sm80.KERNEL, _sm90.KERNEL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +74,10 @@ class Plan:
     tiling : Tiling or None
         M, B_r, B_c and the SRAM of ``fa1_forward``.
     tiles : Tiles or None
-        Tiles of ``forward_sm90`` or ``forward_sm80``, which they are compiled for: ``Br``, ``Bc``,
-        ``head_dim``, ``head_dim_v`` and more.
+        Tiles of ``forward_sm90``, ``forward_sm80`` or ``forward_simt``, which they are compiled
+        for: ``Br``, ``Bc``, ``head_dim``, ``head_dim_v`` and more.
     parts : Parts or None
-        How ``forward_sm80`` divides the work: ``splits`` of the keys and more.
+        How ``forward_sm80`` or ``forward_simt`` divides the work: ``splits`` of the keys and more.
     chunks : int
         Thread blocks of ``fa1_forward`` that share a head.
     grid, block : tuple of 3 int
@@ -145,7 +145,9 @@ class Plan:
             if parts is None
             else {"pack": parts.pack, "splits": parts.splits, "slices": parts.slices}
         )
-        return io_model.q_outer(self.problem, self.tiles.Br, self.tiles.Bc, **division)
+        streams_q = self.kernel == _simt.KERNEL
+        Br, Bc = self.tiles.Br, self.tiles.Bc
+        return io_model.q_outer(self.problem, Br, Bc, **division, streams_q=streams_q)
 
     @property
     def hbm_bytes(self) -> int | None:
@@ -321,6 +323,14 @@ def _cached_plan(
             raise ValueError(
                 f"{function}: kernel {name!r} {refusal}; leave kernel=None to let the plan choose"
             )
+    if name == _simt.KERNEL or kernel is None:
+        refusal = _simt.refusal(problem)
+        if refusal is None:
+            return _plan_simt(problem, device)
+        if name == _simt.KERNEL:
+            raise ValueError(
+                f"{function}: kernel {name!r} {refusal}; leave kernel=None to let the plan choose"
+            )
     return _plan_fa1(function, problem, device, settings)
 
 
@@ -347,9 +357,25 @@ def _plan_sm80(problem: AttentionProblem, device: Device) -> Plan:
     tiles = _sm80.tiles_for(problem, device)
     assert tiles is not None
     parts = _sm80.parts(problem, tiles, device)
+    return _divided_plan(_sm80.KERNEL, problem, device, tiles, parts)
+
+
+def _plan_simt(problem: AttentionProblem, device: Device) -> Plan:
+    tiles = _simt.tiles_for(problem)
+    parts = _simt.parts(problem, tiles, device)
+    return _divided_plan(_simt.KERNEL, problem, device, tiles, parts)
+
+
+def _divided_plan(
+    kernel: str,
+    problem: AttentionProblem,
+    device: Device,
+    tiles: _sm80.Tiles,
+    parts: _sm80.Parts,
+) -> Plan:
     heads = problem.batch * problem.heads_q // parts.pack
     return Plan(
-        kernel=_sm80.KERNEL,
+        kernel=kernel,
         problem=problem,
         device=device,
         tiles=tiles,

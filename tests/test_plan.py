@@ -211,7 +211,7 @@ def test_traffic_is_that_of_the_plans_own_tiles():
         ({"kernel": ("fa1_forward",)}, TypeError, "plan: kernel is a tuple"),
         ({"kernel": "fa1_forward", "device": "cpu"}, ValueError, "'fa1_forward' runs on a GPU"),
         (
-            {"head_dim": 20_000},
+            {"head_dim": 20_000, "kernel": "fa1_forward"},
             ValueError,
             "can't hold one query and one key of head_dim 20000 and head_dim_v 20000 in the 232448",
         ),
