@@ -52,7 +52,7 @@ class Tiles(_sm80.Tiles):
 #   wide      32 lanes share a row, so that O of twice as many columns and more fits: each slice of
 #             head_dim_v makes all scores anew.
 _TABLE = {
-    4: ((16, 128, 128, 8, 64, 2, 1), (16, 512, 64, 8, 128, 2, 1)),
+    4: ((16, 256, 128, 8, 64, 2, 1), (16, 512, 64, 8, 128, 2, 1)),
     8: ((8, 128, 128, 8, 32, 2, 1), (8, 256, 64, 8, 64, 2, 1)),
 }
 

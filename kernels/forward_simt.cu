@@ -96,8 +96,8 @@ struct Lane {
   int row;  // among the kLaneRows that a warp has at a time
   int col;
 
-  __device__ Lane() : Lane(pin(threadIdx.x)) {}
-  __device__ explicit Lane(int thread)
+  __device__ Lane() : Lane(static_cast<unsigned>(pin(threadIdx.x))) {}
+  __device__ explicit Lane(unsigned thread)
       : warp(thread / kWarpSize), row(thread % kWarpSize / kRowLanes), col(thread % kRowLanes) {}
 
   // Row of the tile that is the thread's r-th.
@@ -111,18 +111,20 @@ struct Lane {
 constexpr int kLd = kHeadDim + kVec;
 static_assert(kLd / kVec % 2 == 1, "rows of Q and K would share banks");
 
-// The rows and columns of one array that a work reads.
+// The rows and columns of one array that a work reads, in elements.
 struct Source {
-  const element* first;
+  int64 offset;  // of the first
   int64 row;
   int64 col;
-  bool vectors;
+  int near_row;  // row, where vectors may be read
+  bool vectors;  // rows may be read 16 bytes at a time, and row is a 32-bit number
 
-  __device__ Source(const TensorView& view, int64 offset, bool vectors_)
-      : first(static_cast<const element*>(view.data) + offset),
+  __device__ Source(const TensorView& view, int64 offset_, bool vectors_)
+      : offset(offset_),
         row(view.row),
         col(view.col),
-        vectors(vectors_) {}
+        near_row(static_cast<int>(view.row)),
+        vectors(vectors_ && near_row == view.row) {}
 };
 
 // What is asked once a step or a tile. It lies in SRAM: in registers it would crowd out the sums.
@@ -203,29 +205,40 @@ struct alignas(kVec * sizeof(element)) Piece {
   element x[kVec];
 };
 
-// What a thread carries of each rows x cols part of a chunk from global memory to SRAM.
+// What a thread carries of each rows x cols part of a chunk from global memory to SRAM: the same
+// columns of every kPassRows-th row.
 template <int rows, int cols>
 struct Carried {
   static constexpr int kRowPieces = cols / kVec;
-  static constexpr int kInAll = rows * kRowPieces;
-  static constexpr int kPieces = ceil_div(kInAll, kThreads);
+  static constexpr int kPassRows = kThreads / kRowPieces;
+  static constexpr int kPieces = ceil_div(rows, kPassRows);
+  static_assert(kThreads % kRowPieces == 0, "a thread keeps to its columns");
 
   // Of the part that begins at (row0, col0), rows [begin, end) and the first `there` columns are
   // there; all others become 0 and are not read.
-  static __device__ __forceinline__ void load(Piece* pieces, const Source& source, int row0,
-                                              int64 col0, int begin, int end, int there) {
-    const int thread = pin(threadIdx.x);  // or all addresses would be kept in registers
-    const element* const from = source.first + row0 * source.row + col0 * source.col;
+  static __device__ __forceinline__ void load(Piece* pieces, const void* data, const Source& source,
+                                              int row0, int col0, int begin, int end, int there) {
+    const unsigned thread = pin(threadIdx.x);  // or all addresses would be kept in registers
+    const int r0 = thread / kRowPieces;
+    const int c = thread % kRowPieces * kVec;
+    const element* const first = static_cast<const element*>(data) + source.offset;
+    if (source.vectors && there % kVec == 0) {
+      const element* const from =
+          first + static_cast<int64>(row0 + r0) * source.near_row + (col0 + c);
 #pragma unroll
-    for (int n = 0; n < kPieces; ++n) {
-      const int at = thread + n * kThreads;
-      const int r = at / kRowPieces;
-      const int c = at % kRowPieces * kVec;
-      const int left = r >= begin && r < end ? there - c : 0;
-      const element* next = from + r * source.row + c * source.col;
-      if (source.vectors && left >= kVec) {
-        pieces[n] = *reinterpret_cast<const Piece*>(next);
-      } else {
+      for (int n = 0; n < kPieces; ++n) {
+        const int r = r0 + n * kPassRows;
+        const int64 further = static_cast<int64>(n * kPassRows) * source.near_row;
+        const bool inside = r >= begin && r < end && c < there;
+        pieces[n] = inside ? *reinterpret_cast<const Piece*>(from + further) : Piece();
+      }
+    } else {
+      const element* const from = first + row0 * source.row + col0 * source.col;
+#pragma unroll
+      for (int n = 0; n < kPieces; ++n) {
+        const int r = r0 + n * kPassRows;
+        const int left = r >= begin && r < end ? there - c : 0;
+        const element* next = from + r * source.row + c * source.col;
 #pragma unroll
         for (int e = 0; e < kVec; ++e, next += source.col) {
           pieces[n].x[e] = e < left ? *next : from_acc<element>(acc(0));
@@ -235,15 +248,16 @@ struct Carried {
   }
 
   static __device__ __forceinline__ void store(const Piece* pieces, acc* tile, int ld) {
-    const int thread = pin(threadIdx.x);
+    const unsigned thread = pin(threadIdx.x);
+    const int r0 = thread / kRowPieces;
+    acc* const to = tile + r0 * ld + thread % kRowPieces * kVec;
 #pragma unroll
     for (int n = 0; n < kPieces; ++n) {
-      const int at = thread + n * kThreads;
-      if (kInAll % kThreads && at >= kInAll) break;
+      if (rows % kPassRows && r0 + n * kPassRows >= rows) break;
       Vec16<acc> values;
 #pragma unroll
       for (int e = 0; e < kVec; ++e) values.x[e] = to_acc(pieces[n].x[e]);
-      *reinterpret_cast<Vec16<acc>*>(tile + at / kRowPieces * ld + at % kRowPieces * kVec) = values;
+      *reinterpret_cast<Vec16<acc>*>(to + n * kPassRows * ld) = values;
     }
   }
 };
@@ -286,7 +300,7 @@ __device__ __forceinline__ void multiply_values(Sums& sum, const Sram& sram, con
   struct alignas(kVec) Flags {
     uint8 x[kVec];
   };
-#pragma unroll
+#pragma unroll(kGeneral ? 2 : kKeys / kVec)  // flags take registers too
   for (int x = 0; x < kKeys; x += kVec) {
     Vec16<acc> v[kVec];
 #pragma unroll
@@ -569,18 +583,18 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
   // Tiles past the last one hold no keys, and are not read.
   Piece pieces[kPieces];
   const auto load_scores = [&](int j, int chunk) {
-    const int64 x = static_cast<int64>(chunk) * kHeadDim;
+    const int x = chunk * kHeadDim;
     const int there = at_most(params.problem.head_dim - x, kHeadDim);
     const int j0 = j * kBc;
-    CarriedQ::load(pieces, head.Q, 0, x, 0, head.rows, there);
-    CarriedK::load(pieces + CarriedQ::kPieces, head.K, j0, x, head.keys_begin - j0,
-                   head.keys_end - j0, there);
+    CarriedQ::load(pieces, params.problem.q.data, head.Q, 0, x, 0, head.rows, there);
+    CarriedK::load(pieces + CarriedQ::kPieces, params.problem.k.data, head.K, j0, x,
+                   head.keys_begin - j0, head.keys_end - j0, there);
   };
   const auto load_values = [&](int j, int group, int chunk) {
     const int key0 = j * kBc + chunk * kKeys;
     const int col0 = group * kGroup;
-    CarriedV::load(pieces, head.V, key0, col0, head.keys_begin - key0, head.keys_end - key0,
-                   head.dv - col0);
+    CarriedV::load(pieces, params.problem.v.data, head.V, key0, col0, head.keys_begin - key0,
+                   head.keys_end - key0, head.dv - col0);
   };
 
   Sums O[kGroups] = {};
@@ -589,10 +603,9 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
   const bool busy = Lane().warp * kWarpRows < head.rows;
 
   int buffer = 0;
-  const int end = head.tiles.end;
-  if (head.tiles.begin < end) load_scores(head.tiles.begin, 0);
+  if (head.tiles.begin < head.tiles.end) load_scores(head.tiles.begin, 0);
 #pragma unroll 1
-  for (int j = head.tiles.begin; j < end; ++j) {
+  for (int j = head.tiles.begin; j < head.tiles.end; ++j) {
     Sums S = {};
     bool folded = false;
 #pragma unroll 1
