@@ -241,6 +241,16 @@ def test_settings_that_are_refused(settings, error, match):
         Algorithm1(**settings)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", [False, True])
+def test_the_papers_kernel_runs_by_name_only(dtype, mask):
+    for device in DEVICE_NAMES:
+        for head_dim in (1, 64, 256, 257, 1000, 5000):
+            sizes = {"seqlen_q": 1000, "head_dim": head_dim, "dtype": dtype, "mask": mask}
+            assert plan(**sizes, device=device).kernel != "fa1_forward"
+    assert fa1_plan(seqlen_q=1000, head_dim=1000, device="T4").kernel == "fa1_forward"
+
+
 # ---- the plan is what attention does -------------------------------------------------------------
 
 

@@ -206,7 +206,7 @@ def test_the_table_lists_what_plans_ask_for():
     sizes = itertools.product(
         {device.architecture: device for device in devices.DEVICES.values()}.values(),
         DTYPES,
-        [(d, dv) for d in (8, 40, 64, 96, 128, 192, 256) for dv in (64, 128, d)],
+        [(d, dv) for d in (8, 40, 64, 96, 128, 192, 256, 300) for dv in (64, 128, d)],
         [(1, 600), (300, 300), (5000, 5000)],
         [{}, {"causal": True}, {"mask": True}, {"softcap": 5.0}, {"alibi": True, "causal": True}],
         [None, "fa1_forward", "forward_simt", "forward_sm80", "forward_sm90"],
