@@ -51,11 +51,10 @@ constexpr int kRows = 8;
 constexpr int kRowLanes = kBc / kVec;
 constexpr int kLaneRows = kWarpSize / kRowLanes;
 constexpr int kWarpRows = kRows * kLaneRows;
-constexpr int kGroup =
-    kRowLanes * kVec;  // columns of V, or of O, that a row's lanes have at a time
+constexpr int kGroup = kRowLanes * kVec;  // columns of V or O that a row's lanes have at a time
 constexpr int kGroups = kHeadDimV / kGroup;
 constexpr int kKeys = kHeadDim;  // of a chunk of V: as much work as a chunk of Q and K
-constexpr int kFold = 256;
+constexpr int kFold = 256;       // of d
 
 static_assert(kRowLanes % kRows == 0 && kRowLanes * kLaneRows == kWarpSize,
               "a warp is made of whole rows");
@@ -201,8 +200,14 @@ __device__ __forceinline__ int P_at(const Lane& lane, int r, int key) {
 }
 
 // kVec neighbours of a row, as they lie in global memory.
-struct alignas(kVec * sizeof(element)) Piece {
+struct alignas(kVec * sizeof(element)) Elements {
   element x[kVec];
+};
+
+// The same on their way. As 16-bit numbers they would be taken apart, and so be waited for, right
+// behind the load.
+struct alignas(kVec * sizeof(element)) Piece {
+  unsigned words[kVec * sizeof(element) / 4];
 };
 
 // What a thread carries of each rows x cols part of a chunk from global memory to SRAM: the same
@@ -239,10 +244,12 @@ struct Carried {
         const int r = r0 + n * kPassRows;
         const int left = r >= begin && r < end ? there - c : 0;
         const element* next = from + r * source.row + c * source.col;
+        Elements elements;
 #pragma unroll
         for (int e = 0; e < kVec; ++e, next += source.col) {
-          pieces[n].x[e] = e < left ? *next : from_acc<element>(acc(0));
+          elements.x[e] = e < left ? *next : from_acc<element>(acc(0));
         }
+        pieces[n] = __builtin_bit_cast(Piece, elements);
       }
     }
   }
@@ -254,9 +261,10 @@ struct Carried {
 #pragma unroll
     for (int n = 0; n < kPieces; ++n) {
       if (rows % kPassRows && r0 + n * kPassRows >= rows) break;
+      const Elements elements = __builtin_bit_cast(Elements, pieces[n]);
       Vec16<acc> values;
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) values.x[e] = to_acc(pieces[n].x[e]);
+      for (int e = 0; e < kVec; ++e) values.x[e] = to_acc(elements.x[e]);
       *reinterpret_cast<Vec16<acc>*>(to + n * kPassRows * ld) = values;
     }
   }
@@ -580,7 +588,7 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
   __syncthreads();  // the head is there
 
   const int chunks = static_cast<int>(ceil_div(params.problem.head_dim, int64(kHeadDim)));
-  // Tiles past the last one hold no keys, and are not read.
+  // Of a tile past the work's last one, keys are loaded in vain or, where there are none, not read.
   Piece pieces[kPieces];
   const auto load_scores = [&](int j, int chunk) {
     const int x = chunk * kHeadDim;
