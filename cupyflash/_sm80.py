@@ -22,7 +22,7 @@ _MAX_LENGTH = 2**29  # of sequences, so that sums of positions are 32-bit number
 # Compute capabilities whose float64 is an afterthought.
 SLOW_FLOAT64 = ((8, 6), (8, 9), (10, 3), (12, 0))
 _COMBINE_THREADS = 128  # kCombineThreads
-_MAX_SPLITS = 128  # kMaxSplits
+MAX_SPLITS = 128  # kMaxSplits
 # The K and V of the heads that are walked together take at most this part of the L2 cache.
 _L2_SHARE = 0.4
 _PROBLEM = tuple(f"problem.{name}" for name in _params.PROBLEM_FIELDS)
@@ -226,8 +226,7 @@ def parts(
     Tr = ceil_div(problem.seqlen_q * packed, tiles.Br)
     if splits is None:
         splits = _splits(problem, tiles, device, heads * Tr * slices)
-    if not 1 <= splits <= _MAX_SPLITS:
-        raise ValueError(f"splits is {splits}; expected 1 to {_MAX_SPLITS}")
+    assert 1 <= splits <= MAX_SPLITS
     return Parts(packed, splits, slices, _bunch(problem, device, packed), Tr * splits * slices)
 
 
@@ -239,7 +238,7 @@ def _splits(problem: AttentionProblem, tiles: Tiles, device: Device, works: int)
     """Parts of the keys, so that all multiprocessors have work and the last round is full."""
     slots = device.multiprocessors * tiles.blocks
     Tc = ceil_div(problem.seqlen_k, tiles.Bc)
-    most = min(ceil_div(problem.seqlen_k, _SPLIT_KEYS), Tc, _MAX_SPLITS)
+    most = min(ceil_div(problem.seqlen_k, _SPLIT_KEYS), Tc, MAX_SPLITS)
     if works == 0 or most <= 1 or works >= 0.8 * slots:
         return 1
 

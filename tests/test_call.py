@@ -35,7 +35,7 @@ def sign(monkeypatch):
         k, v = q if k is None else k, q if v is None else v
         arrays = (q, k, v, *(options.pop(name, None) for name in _problem.ARRAYS[3:]))
         special = [options.pop(name, None) for name in ("out", "window", "kernel")]
-        names = ("causal", "softmax_scale", "softcap", "return_lse")
+        names = ("causal", "softmax_scale", "softcap", "return_lse", "num_splits")
         plain = [options.pop(name, False if name == "causal" else None) for name in names]
         assert not options
         return _call.signature(arrays, *special, *plain)
@@ -70,6 +70,9 @@ class TestSignature:
             {"softcap": 1.0},
             {"return_lse": True},
             {"return_lse": 1},
+            {"num_splits": 1},
+            {"num_splits": 2},
+            {"num_splits": True},
             {"kernel": "fa1_forward"},
             {"kernel": Algorithm1(chunks=1)},
             {"kernel": Algorithm1(chunks=2)},
