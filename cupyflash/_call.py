@@ -9,12 +9,13 @@ is found again by :func:`signature`, which costs a few microseconds.
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cupyflash import _arrays, _compile, _problem, _tensormap
+from cupyflash import _arrays, _compile, _problem, _tensormap, devices
 from cupyflash._tensormap import cuda_driver
 from cupyflash.tiling import round_up
 
@@ -34,6 +35,10 @@ _WORD = 8  # bytes of every field of a parameter struct
 _WORKSPACE_ALIGNMENT = 256
 _ZEROED = "counter"  # the workspace that begins as zeros
 _LEGACY_STREAM = 1  # and 0: streams that can't be captured
+# Programmatic dependent launch: the first compute capability, and the first driver that captures it
+# in graphs.
+_OVERLAPS_SINCE = (9, 0)
+_OVERLAPS_DRIVER = 12030
 
 _calls: dict[Any, Call] = {}
 
@@ -234,6 +239,15 @@ def _workspaces(records: Sequence[LaunchRecord]) -> list[Pointer]:
     return list(found.values())
 
 
+@functools.cache
+def _overlaps(device: int) -> bool:
+    """Whether a launch may begin while the one before it ends."""
+    status, version = cuda_driver().cuDriverGetVersion()
+    _check(status, "tell its version")
+    capability = devices.current_device(device).compute_capability
+    return capability >= _OVERLAPS_SINCE and version >= _OVERLAPS_DRIVER
+
+
 class _Launch:
     """One launch: its parameters as the driver wants them, and where addresses go in them."""
 
@@ -270,6 +284,13 @@ class _Launch:
         config.gridDimX, config.gridDimY, config.gridDimZ = record.grid
         config.blockDimX, config.blockDimY, config.blockDimZ = record.block
         config.sharedMemBytes = record.smem_bytes
+        if record.waits_itself and _overlaps(device):
+            attribute = driver.CUlaunchAttribute()
+            ids = driver.CUlaunchAttributeID
+            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs = [attribute]
+            config.numAttrs = 1
         self._config = config
         self._stream: int | None = None
         self._launch = driver.cuLaunchKernelEx

@@ -21,7 +21,8 @@ _ROW_LINE = 128  # bytes that a row of a tile in shared memory is padded to
 _MAX_LENGTH = 2**29  # of sequences, so that sums of positions are 32-bit numbers
 # Compute capabilities whose float64 is an afterthought.
 SLOW_FLOAT64 = ((8, 6), (8, 9), (10, 3), (12, 0))
-_COMBINE_THREADS = 128  # kCombineThreads
+_COMBINE_WARPS = 8  # kWarps
+_COMBINE_ROUND = 4  # kRound
 MAX_SPLITS = 128  # kMaxSplits
 # The K and V of the heads that are walked together take at most this part of the L2 cache.
 _L2_SHARE = 0.4
@@ -31,7 +32,7 @@ _FIELDS = (
     *("O", "lse", "first_head", "heads", "pack", "bunch", "splits", "slices"),
     *("q_vectors", "k_vectors", "v_vectors", "o_vectors", "pairs"),
 )
-_COMBINE_FIELDS = (*_PROBLEM, "O", "lse", "rows", "splits")
+_COMBINE_FIELDS = (*_PROBLEM, "O", "lse", "rows", "splits", "team")
 _ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 
 
@@ -293,18 +294,34 @@ def records(
             )
         if work.splits > 1:
             rows_in_all = batch * math.prod(rows)
+            team = combine_team(work.splits)
             params, pointers = _params.pack(
-                _COMBINE_FIELDS, values | {"rows": rows_in_all, "splits": work.splits}
+                _COMBINE_FIELDS,
+                values | {"rows": rows_in_all, "splits": work.splits, "team": team},
             )
+            blocks = ceil_div(rows_in_all, _COMBINE_WARPS // team)
             yield _launch.LaunchRecord(
                 kernel=COMBINE,
                 options=combine_options(problem.dtype.name),
-                grid=(min(rows_in_all, _launch.MAX_GRID_X), 1, 1),
-                block=(_COMBINE_THREADS, 1, 1),
+                grid=(min(blocks, _launch.MAX_GRID_X), 1, 1),
+                block=(32 * _COMBINE_WARPS, 1, 1),
                 smem_bytes=0,
                 params=params,
                 pointers=pointers,
+                waits_itself=True,
             )
+
+
+def combine_team(splits: int) -> int:
+    """Warps that merge a row: a power of two, so many that each has one round of parts to load.
+
+    Examples
+    --------
+    >>> [combine_team(splits) for splits in (2, 4, 5, 16, 17, 128)]
+    [1, 1, 2, 4, 8, 8]
+    """
+    rounds = ceil_div(splits, _COMBINE_ROUND)
+    return min(_COMBINE_WARPS, 1 << (rounds - 1).bit_length())
 
 
 def combine_options(dtype: str) -> tuple[str, ...]:

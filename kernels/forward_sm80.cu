@@ -26,6 +26,7 @@
 #include "common/tile.cuh"
 #include "common/tile_scores.cuh"
 #include "common/tile_softmax.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/pin.cuh"
 #if CUPYFLASH_HEADER == CUPYFLASH_HEADER_float16 || CUPYFLASH_HEADER == CUPYFLASH_HEADER_bfloat16
 #include "common/products_half.cuh"
@@ -103,6 +104,8 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
   using KTile = Products::KTile;
   using VTile = Products::VTile;
   extern __shared__ __align__(128) unsigned char shared_memory[];
+  // All blocks are there: combine's may come beside them, to wait.
+  if constexpr (kHasGriddepcontrol) griddepcontrol_launch_dependents();
   unsigned char* const Q_smem = shared_memory;
   using KBuffer = unsigned char[KTile::kBytes];
   using VBuffer = unsigned char[VTile::kBytes];
