@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cupyflash import _arrays, _params
-from cupyflash._problem import AttentionProblem
+from cupyflash._problem import ARRAYS, AttentionProblem
 from cupyflash.devices import Device
 from cupyflash.tiling import ceil_div, round_up
 
@@ -19,6 +19,7 @@ COMBINE = "combine"
 _VECTOR = 16  # bytes of the widest access
 _ROW_LINE = 128  # bytes that a row of a tile in shared memory is padded to
 _MAX_LENGTH = 2**29  # of sequences, so that sums of positions are 32-bit numbers
+_MAX_HEADS = 2**32
 # Compute capabilities whose float64 is an afterthought.
 SLOW_FLOAT64 = ((8, 6), (8, 9), (10, 3), (12, 0))
 _COMBINE_WARPS = 8  # kWarps
@@ -32,6 +33,7 @@ _FIELDS = (
     *("O", "lse", "first_head", "heads", "pack", "bunch", "splits", "slices"),
     *("q_vectors", "k_vectors", "v_vectors", "o_vectors", "pairs"),
 )
+_ARGUMENTS = tuple(f"problem.{name}.data" for name in ARRAYS)
 _COMBINE_FIELDS = (*_PROBLEM, "O", "lse", "rows", "splits", "team")
 _ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 
@@ -182,6 +184,8 @@ def refusal(problem: AttentionProblem, device: Device) -> str | None:
         return f"takes head_dim up to {_BUCKETS[-1]}, q has {problem.head_dim}"
     if max(problem.seqlen_q, problem.seqlen_k) >= _MAX_LENGTH:
         return f"takes sequences of less than {_MAX_LENGTH}"
+    if problem.batch * problem.heads_q >= _MAX_HEADS:
+        return "takes less than 2^32 heads of all batch entries together"
     if tiles_for(problem, device) is None:
         return (
             f"can't hold tiles of head_dim {problem.head_dim} in the {device.smem_block_bytes} "
@@ -295,9 +299,11 @@ def records(
         if work.splits > 1:
             rows_in_all = batch * math.prod(rows)
             team = combine_team(work.splits)
+            # Of the arguments it needs no address: each costs the host time at every call.
+            needed = {n: x for n, x in values.items() if n not in _ARGUMENTS}
             params, pointers = _params.pack(
                 _COMBINE_FIELDS,
-                values | {"rows": rows_in_all, "splits": work.splits, "team": team},
+                needed | {"rows": rows_in_all, "splits": work.splits, "team": team},
             )
             blocks = ceil_div(rows_in_all, _COMBINE_WARPS // team)
             yield _launch.LaunchRecord(

@@ -204,6 +204,8 @@ def records(
         unequal = problem.window_left >= 0 or problem.window_right >= 0 or problem.has_seqlens
         counter = xp.zeros(1, np.int32) if unequal and heads * blocks > grid else 0
         fields = views | _launch.scalar_fields(problem, sizes)
+        for name in _MAPS:  # which are read through their maps
+            del fields[f"{name}.data"]
         struct, pointers = _params.pack(
             _FIELDS,
             {f"problem.{name}": value for name, value in fields.items()}

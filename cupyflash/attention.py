@@ -140,11 +140,11 @@ def attention(
     ((8, 100, 64), (8, 100), True)
     """
     arrays = (q, k, v, bias, mask, alibi_slopes, seqlens_k)
-    key = _call.signature(
+    key, addresses = _call.signature(
         arrays, out, window, kernel, causal, softmax_scale, softcap, return_lse, num_splits
     )
     if key is not None and (call := _call.find(key)) is not None:
-        o, lse = call(arrays, out)
+        o, lse = call(arrays, addresses, out)
         return (o, lse) if return_lse else o
     if not isinstance(return_lse, (bool, np.bool_)):
         raise TypeError(

@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
 
   const Problem& problem = params.problem;
   const Work work(params, blockIdx.x);
-  const HeadIndex at(problem, work.head * params.pack);
+  const HeadIndex at(problem, static_cast<unsigned>(work.head * params.pack));
   const TileBand band(Band(problem, at.seqlen_k(problem)));
   const QueryRows rows(problem, params.pack, work.tile);
   const int d = static_cast<int>(problem.head_dim);
@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
   // Where each row goes: to the result, or, being one part of several, to the workspace. Found out
   // anew, since there were no registers to keep it in.
   const Work out_work(params, pin(static_cast<int>(blockIdx.x)));
-  const HeadIndex out_at(problem, out_work.head * params.pack);
+  const HeadIndex out_at(problem, static_cast<unsigned>(out_work.head * params.pack));
   const QueryRows out_rows(problem, params.pack, out_work.tile);
   const int out_dv0 = out_work.slice * kHeadDimV;
   const int out_dv = within(problem.head_dim_v - out_dv0, kHeadDimV);

@@ -38,7 +38,7 @@ def sign(monkeypatch):
         names = ("causal", "softmax_scale", "softcap", "return_lse", "num_splits")
         plain = [options.pop(name, False if name == "causal" else None) for name in names]
         assert not options
-        return _call.signature(arrays, *special, *plain)
+        return _call.signature(arrays, *special, *plain)[0]
 
     return signature
 
@@ -92,6 +92,14 @@ class TestSignature:
         assert sign(self.q) == sign(elsewhere)
         assert hash(sign(self.q, causal=True)) == hash(sign(elsewhere, causal=True))
 
+    def test_comes_with_the_addresses_of_what_is_there(self, sign):
+        arrays = [FakeArray(2, 10, 8, address=512 * n) for n in range(1, 6)]
+        q, k, v, mask, out = arrays
+        given = (q, k, v, None, mask, None, None)
+        key, addresses = _call.signature(given, out, None, None, False)
+        assert key is not None
+        assert addresses == [512, 1024, 1536, 2048, 2560]
+
     @pytest.mark.parametrize(
         "option",
         [
@@ -109,7 +117,7 @@ class TestSignature:
     def test_is_none_without_cupy(self, monkeypatch):
         monkeypatch.delitem(_call.sys.modules, "cupy", raising=False)
         x = np.empty((2, 10, 8))
-        assert _call.signature((x, x, x), None, None, None) is None
+        assert _call.signature((x, x, x), None, None, None) == (None, [])
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------

@@ -202,6 +202,11 @@ def test_every_head_dim_has_tiles_that_fit(name, dtype):
         ("T4", {"head_dim": 64}, "needs compute capability 8.0, T4 has 7.5"),
         ("A100", {"head_dim": 257}, "takes head_dim up to 256, q has 257"),
         ("A100", {"head_dim": 64, "seqlen_k": 2**29}, "takes sequences of less than 536870912"),
+        (
+            "A100",
+            {"head_dim": 64, "batch": 2**30, "heads_q": 4},
+            r"takes less than 2\^32 heads of all batch entries together",
+        ),
     ],
 )
 def test_refusals(device, sizes, message):
