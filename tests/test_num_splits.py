@@ -131,3 +131,21 @@ def test_calls_of_different_numbers_of_parts_are_not_mistaken_for_each_other(cup
         assert (attention(q, k, v, num_splits=n) == o).all()
     with pytest.raises(TypeError, match="num_splits is True"):
         attention(q, k, v, num_splits=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.kernel("forward_sm80", "combine")
+def test_the_merge_waits_for_all_parts(cupy):
+    """It begins while they are computed, and finds those of the call before in the workspace."""
+    sets = [
+        [cupy.asarray(x) for x in qkv(seed, 2, 8, 1, 128, seqlen_k=16384, heads_k=2)]
+        for seed in (8, 9)
+    ]
+    expected = []
+    for arrays in sets:
+        expected.append(attention(*arrays, num_splits=16, return_lse=True))
+        cupy.cuda.Device().synchronize()
+    results = [attention(*sets[n % 2], num_splits=16, return_lse=True) for n in range(60)]
+    for n, result in enumerate(results):
+        for x, wanted in zip(result, expected[n % 2], strict=True):
+            assert (x == wanted).all()
