@@ -247,11 +247,12 @@ def judge(xp: Any, qkv: list[Any], options: dict[str, Any], o: Any, lse: Any) ->
         ratio = xp.linalg.norm(off) / bound
     none = empty[..., 0]
     wrong = (xp.where(empty, float64(o), 0.0) != 0).any() | ((lse == -np.inf) != none).any()
+    wrong = wrong | xp.isnan(float64(o)).any() | xp.isnan(lse).any()
     known = xp.where(none, 0.0, log_sum)
     allowed = xp.maximum((1e-5 if half else c) * growth * xp.maximum(1.0, abs(known)), score)
     lse_off = abs(xp.where(none, 0.0, lse.astype(np.float64)) - known) / allowed
     ratios = xp.stack([ratio, lse_off.max()])
-    return xp.where(xp.isnan(ratios) | wrong, np.inf, ratios)
+    return xp.where(wrong, np.inf, ratios)
 
 
 def check_on_the_host(qkv: list[Any], options: dict[str, Any], o: Any, lse: Any) -> None:
