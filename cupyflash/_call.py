@@ -159,7 +159,7 @@ class Call:
     def __call__(self, arrays: Sequence[Any], addresses: list[int], out: Any) -> tuple[Any, Any]:
         """Run on arrays of the same signature; returns (o, lse or None), unfinished.
 
-        ``addresses`` are those that came with it; the list is used up.
+        ``addresses`` are those that came with it.
         """
         cupy = sys.modules["cupy"]
         if cupy.cuda.runtime.getDevice() != self._device:
@@ -168,7 +168,7 @@ class Call:
         if out is None:
             out = cupy.ndarray(self._out_shape, self._dtype)
         else:
-            addresses.pop()
+            addresses = addresses[:-1]
             first, end = _arrays.bounds(out)
             for n, (low, high) in self._spans:
                 if addresses[n] + low < end and first < addresses[n] + high:
@@ -181,7 +181,7 @@ class Call:
         """Launch on the current stream of the current device; ``addresses`` of the arguments."""
         cuda = sys.modules["cupy"].cuda
         stream = cuda.get_current_stream().ptr
-        addresses.append(o.data.ptr)
+        addresses = [*addresses, o.data.ptr]
         if lse is not None:
             addresses.append(lse.data.ptr)
         if not self._workspace_bytes:
