@@ -33,6 +33,7 @@ class LaunchRecord:
 
     ``params`` is that struct with null pointers; ``pointers`` says whose address goes where, and
     ``tensor_maps`` the same of tensor maps, of which the GPU path makes the driver's bytes.
+    ``waits_itself``: it may begin while the launch before it ends, for which the kernel waits.
     """
 
     kernel: str
@@ -43,6 +44,7 @@ class LaunchRecord:
     params: bytes
     pointers: tuple[Pointer, ...]
     tensor_maps: tuple[TensorMap, ...] = ()
+    waits_itself: bool = False
 
 
 def prepare(

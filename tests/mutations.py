@@ -94,6 +94,8 @@ MUTATIONS = (
     Mutation(SM90, "O is not rescaled", "forward_sm90.cu", "scale_rows(O, keep);", ";"),
     Mutation(SM80, "parts are merged with equal weights", "combine.cu",
              "exp_nat(row_lse[s * params.rows] - base) / sum;", "acc(1) / acc(splits);"),
+    Mutation(SM80, "sums of parts are added before all are there", "combine.cu",
+             "      __syncthreads();  // all", "      __syncwarp();  // all"),
     # Barriers and waits.
     *(
         Mutation(FA1, f"no barrier: {name}", "fa1_forward.cu", _BARRIER, "        ;", at)
