@@ -3,6 +3,7 @@
 #
 #   make test [KERNEL=fa1_forward] [PYTEST_ARGS=...]   all tests that need no GPU
 #   make test-gpu [PYTHON=python3] [GPU_JOBS=auto]     all tests, with an interpreter as it is
+#                                                      (PYTEST_ARGS="-m 'not slow'": without long ones)
 #   make demo                                          denoise a photograph, on a GPU if there is one
 #   make lint | format                                 check, or mend, the form of the sources
 #   make compile                                       build every kernel for every architecture

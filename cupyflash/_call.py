@@ -9,12 +9,13 @@ is found again by :func:`signature`, which costs a few microseconds.
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cupyflash import _arrays, _compile, _problem, _tensormap
+from cupyflash import _arrays, _compile, _problem, _tensormap, devices
 from cupyflash._tensormap import cuda_driver
 from cupyflash.tiling import round_up
 
@@ -34,38 +35,45 @@ _WORD = 8  # bytes of every field of a parameter struct
 _WORKSPACE_ALIGNMENT = 256
 _ZEROED = "counter"  # the workspace that begins as zeros
 _LEGACY_STREAM = 1  # and 0: streams that can't be captured
+# Programmatic dependent launch: the first compute capability, and the first driver that captures it
+# in graphs.
+_OVERLAPS_SINCE = (9, 0)
+_OVERLAPS_DRIVER = 12030
 
 _calls: dict[Any, Call] = {}
 
 
 def signature(
     arrays: Sequence[Any], out: Any, window: Any, kernel: Any, *options: Any
-) -> tuple[Any, ...] | None:
+) -> tuple[tuple[Any, ...] | None, list[int]]:
     """All that decides how a call runs, but for addresses; None where a look at values is needed.
 
-    ``arrays`` are those of ``_problem.ARRAYS``, or None.
+    ``arrays`` are those of ``_problem.ARRAYS``, or None. The addresses of those that are there, and
+    of ``out``, come beside it, for a call that is found by it.
     """
     ndarray = getattr(sys.modules.get("cupy"), "ndarray", None)
+    addresses: list[int] = []
     if ndarray is None:  # not imported, or another thread is about to
-        return None
-    seen: list[Any] = [kernel, *options]
+        return None, addresses
     for option in options:
         if type(option) not in _PLAIN:
-            return None
-        seen.append(type(option))
+            return None, addresses
+    seen = [kernel, options, *map(type, options)]
     if window is not None:
         if type(window) is not tuple or not all(type(side) in _PLAIN for side in window):
-            return None
+            return None, addresses
         seen += (window, *map(type, window))
     for x in (*arrays, out):
         if x is None:
             seen.append(None)
         elif type(x) is ndarray:
             data = x.data
-            seen += (x.shape, x.strides, x.dtype, data.ptr % _ALIGNMENT, data.device_id)
+            address = data.ptr
+            addresses.append(address)
+            seen.append((x.shape, x.strides, x.dtype, address % _ALIGNMENT, data.device_id))
         else:
-            return None
-    return tuple(seen)
+            return None, addresses
+    return tuple(seen), addresses
 
 
 def find(key: tuple[Any, ...]) -> Call | None:
@@ -94,10 +102,10 @@ def run(
         call = Call(problem, records, return_lse)
         del records  # and with them the workspaces that they were described with
         used = [getattr(problem, name) for name in _problem.ARRAYS]
-        call.launch(used, o, lse)
+        addresses = [_arrays.address(x) for x in used if x is not None]
+        call.launch(addresses, o, lse)
     # An array that had to be converted has to be converted each time.
-    asked = [None if x is None else _arrays.address(x) for x in arrays] if key is not None else ()
-    if key is not None and asked == [None if x is None else _arrays.address(x) for x in used]:
+    if key is not None and addresses == [_arrays.address(x) for x in arrays if x is not None]:
         if len(_calls) >= _CALLS:
             _calls.clear()
         _calls[key] = call
@@ -131,11 +139,11 @@ class Call:
         self._lse_shape = problem.out_shape[:-1] if return_lse else None
         self._acc_dtype = problem.acc_dtype
         self._lock = threading.Lock()  # parameters are changed in place
-        arrays = [getattr(problem, name) for name in _problem.ARRAYS]
-        self._used = [n for n, x in enumerate(arrays) if x is not None]
-        self._spans = [(n, _span(arrays[n])) for n in self._used if arrays[n].size]
+        given = [n for n in _problem.ARRAYS if getattr(problem, n) is not None]
+        spans = [(n, getattr(problem, name)) for n, name in enumerate(given)]
+        self._spans = [(n, _span(array)) for n, array in spans if array.size]
         # Where a source's address stands in the list that a launch is given, and what is added.
-        names = [*(_problem.ARRAYS[n] for n in self._used), "o", *(["lse"] if return_lse else [])]
+        names = [*given, "o", *(["lse"] if return_lse else [])]
         places: dict[Any, tuple[int, int]] = {name: (n, 0) for n, name in enumerate(names)}
         for pointer in _argument_pointers(records):
             places[id(pointer.array)] = places[pointer.name.split(".")[1]]
@@ -148,39 +156,41 @@ class Call:
                 self._zeroed_bytes = self._workspace_bytes
         self._launches = [_Launch(record, places, problem.device) for record in records]
 
-    def __call__(self, arrays: Sequence[Any], out: Any) -> tuple[Any, Any]:
-        """Run on arrays of the same signature; returns (o, lse or None), unfinished."""
+    def __call__(self, arrays: Sequence[Any], addresses: list[int], out: Any) -> tuple[Any, Any]:
+        """Run on arrays of the same signature; returns (o, lse or None), unfinished.
+
+        ``addresses`` are those that came with it.
+        """
         cupy = sys.modules["cupy"]
         if cupy.cuda.runtime.getDevice() != self._device:
             with cupy.cuda.Device(self._device):
-                return self(arrays, out)
+                return self(arrays, addresses, out)
         if out is None:
             out = cupy.ndarray(self._out_shape, self._dtype)
         else:
+            addresses = addresses[:-1]
             first, end = _arrays.bounds(out)
             for n, (low, high) in self._spans:
-                address = arrays[n].data.ptr
-                if address + low < end and first < address + high:
+                if addresses[n] + low < end and first < addresses[n] + high:
                     _problem.check_separate("attention", out, arrays)
         lse = None if self._lse_shape is None else cupy.ndarray(self._lse_shape, self._acc_dtype)
-        self.launch(arrays, out, lse)
+        self.launch(addresses, out, lse)
         return out, lse
 
-    def launch(self, arrays: Sequence[Any], o: Any, lse: Any) -> None:
-        """Launch on the current stream of the current device."""
-        cupy = sys.modules["cupy"]
-        stream = cupy.cuda.get_current_stream().ptr
-        addresses = [arrays[n].data.ptr for n in self._used]
-        addresses.append(o.data.ptr)
+    def launch(self, addresses: list[int], o: Any, lse: Any) -> None:
+        """Launch on the current stream of the current device; ``addresses`` of the arguments."""
+        cuda = sys.modules["cupy"].cuda
+        stream = cuda.get_current_stream().ptr
+        addresses = [*addresses, o.data.ptr]
         if lse is not None:
             addresses.append(lse.data.ptr)
         if not self._workspace_bytes:
             memory = None
-        elif stream > _LEGACY_STREAM and cupy.cuda.runtime.streamIsCapturing(stream):
+        elif stream > _LEGACY_STREAM and cuda.runtime.streamIsCapturing(stream):
             self._launch_in_graph(addresses, stream)
             return
         else:
-            memory = cupy.cuda.alloc(self._workspace_bytes)
+            memory = cuda.alloc(self._workspace_bytes)
             addresses.append(memory.ptr)
             if self._zeroed_bytes:
                 memory.memset_async(0, self._zeroed_bytes)
@@ -234,6 +244,15 @@ def _workspaces(records: Sequence[LaunchRecord]) -> list[Pointer]:
     return list(found.values())
 
 
+@functools.cache
+def _overlaps(device: int) -> bool:
+    """Whether a launch may begin while the one before it ends."""
+    status, version = cuda_driver().cuDriverGetVersion()
+    _check(status, "tell its version")
+    capability = devices.current_device(device).compute_capability
+    return capability >= _OVERLAPS_SINCE and version >= _OVERLAPS_DRIVER
+
+
 class _Launch:
     """One launch: its parameters as the driver wants them, and where addresses go in them."""
 
@@ -262,14 +281,21 @@ class _Launch:
         self._maps = []
         for tensor_map in record.tensor_maps:
             p = tensor_map.pointer
-            address = _arrays.address(p.array) + p.byte_offset
-            encoded = _tensormap.encode(tensor_map, address)
-            ctypes.memmove(self._params + p.offset, int(encoded.getPtr()), _tensormap.BYTES)
-            self._maps.append([address, places[p.name][0], p.byte_offset, p.offset, encoded])
+            encoded = _tensormap.encode(tensor_map, _arrays.address(p.array) + p.byte_offset)
+            self._maps.append((places[p.name][0], p.byte_offset, p.offset, encoded))
+        # As many as the maps' arrays, which are the first arguments; None differs from all.
+        self._mapped: list[int | None] = [None] * len(self._maps)
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = record.grid
         config.blockDimX, config.blockDimY, config.blockDimZ = record.block
         config.sharedMemBytes = record.smem_bytes
+        if record.waits_itself and _overlaps(device):
+            attribute = driver.CUlaunchAttribute()
+            ids = driver.CUlaunchAttributeID
+            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs = [attribute]
+            config.numAttrs = 1
         self._config = config
         self._stream: int | None = None
         self._launch = driver.cuLaunchKernelEx
@@ -278,13 +304,11 @@ class _Launch:
         words = self._words
         for word, place, offset in self._slots:
             words[word] = addresses[place] + offset
-        for known in self._maps:
-            address = addresses[known[1]] + known[2]
-            if address != known[0]:
-                _, _, _, offset, encoded = known
-                _tensormap.replace_address(encoded, address)
+        if (mapped := addresses[: len(self._mapped)]) != self._mapped:
+            for place, added, offset, encoded in self._maps:
+                _tensormap.replace_address(encoded, addresses[place] + added)
                 ctypes.memmove(self._params + offset, int(encoded.getPtr()), _tensormap.BYTES)
-                known[0] = address
+            self._mapped = mapped
         if stream != self._stream:
             self._config.hStream = cuda_driver().CUstream(stream)
             self._stream = stream

@@ -59,6 +59,16 @@ def add_device_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_split_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--num-splits``."""
+    parser.add_argument(
+        "--num-splits",
+        type=int,
+        metavar="N",
+        help="parts to divide the keys in; 1 is never (default: the plan's choice)",
+    )
+
+
 def add_mask_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that plan and run share: causal, window and softcap."""
     causal = parser.add_mutually_exclusive_group()

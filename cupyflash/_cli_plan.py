@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 
 from cupyflash import _dtypes
-from cupyflash._cli_common import CommandError, add_mask_options
+from cupyflash._cli_common import CommandError, add_mask_options, add_split_option
 from cupyflash._messages import one_line
 from cupyflash.plan import Algorithm1, plan
 
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="such as H200, cpu, or 0 for GPU 0 (default: what this machine has)",
     )
+    add_split_option(where)
     where.add_argument("--kernel", metavar="NAME", help="such as fa1_forward (default: the plan's)")
     where.add_argument(
         "--sram-elements",
@@ -88,6 +89,7 @@ def command(args: argparse.Namespace) -> None:
             alibi=args.alibi,
             seqlens=args.seqlens,
             device=int(args.device) if (args.device or "").isdecimal() else args.device,
+            num_splits=args.num_splits,
             kernel=_kernel(args),
         )
         text = str(explained)

@@ -15,6 +15,7 @@ from cupyflash._cli_common import (
     CommandError,
     add_device_option,
     add_mask_options,
+    add_split_option,
     check_target,
     pick_device,
     plan_line,
@@ -61,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option, (_, text) in _FILE_OPTIONS.items():
         parser.add_argument(f"--{option}", metavar="FILE", help=text)
     add_device_option(parser)
+    add_split_option(parser)
     parser.add_argument("--kernel", metavar="NAME", help="(default: the plan's choice)")
 
 
@@ -98,9 +100,10 @@ def command(args: argparse.Namespace) -> None:
         if cupy:
             arrays = {name: cupy.asarray(array) for name, array in arrays.items()}
         problem = _problem.from_arrays("attention", **arrays, **options)
-        print(f"{'plan':<13}{plan_line(make_plan('attention', problem, args.kernel))}")
+        how = {"num_splits": args.num_splits, "kernel": args.kernel}
+        print(f"{'plan':<13}{plan_line(make_plan('attention', problem, **how))}")
         start = time.perf_counter()
-        o, lse = attention(**arrays, **options, kernel=args.kernel, return_lse=True)
+        o, lse = attention(**arrays, **options, **how, return_lse=True)
         if cupy:
             o, lse = cupy.asnumpy(o), cupy.asnumpy(lse)
         seconds = time.perf_counter() - start

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupyflash import _params, _sm80, _sm90
+from cupyflash import _params, _simt, _sm80, _sm90
 from cupyflash._params import Pointer
 from cupyflash._tensormap import TensorMap
 
@@ -33,6 +33,7 @@ class LaunchRecord:
 
     ``params`` is that struct with null pointers; ``pointers`` says whose address goes where, and
     ``tensor_maps`` the same of tensor maps, of which the GPU path makes the driver's bytes.
+    ``waits_itself``: it may begin while the launch before it ends, for which the kernel waits.
     """
 
     kernel: str
@@ -43,6 +44,7 @@ class LaunchRecord:
     params: bytes
     pointers: tuple[Pointer, ...]
     tensor_maps: tuple[TensorMap, ...] = ()
+    waits_itself: bool = False
 
 
 def prepare(
@@ -58,6 +60,9 @@ def prepare(
     lse_heads = lse[None] if problem.flat and lse is not None else lse
     if plan.kernel == _sm80.KERNEL:
         records = _sm80.records(problem, plan.tiles, plan.parts, o_heads, lse_heads, xp)
+        return o, lse, list(records)
+    if plan.kernel == _simt.KERNEL:
+        records = _simt.records(problem, plan.tiles, plan.parts, o_heads, lse_heads, xp)
         return o, lse, list(records)
     if plan.kernel == _sm90.KERNEL:
         records = _sm90.records(problem, plan.tiles, plan.device, o_heads, lse_heads, xp)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cupyflash import _sm80, _sm90, io_model, tiling
+from cupyflash import _simt, _sm80, _sm90, io_model, tiling
 from cupyflash.devices import Device
 from cupyflash.plan import resident
 
@@ -40,8 +40,8 @@ def table(p: Plan) -> list[str]:
         rows.append(("device", "cpu: numpy, tiled, products through BLAS"))
         return _aligned(rows)
     if p.tiles is not None:
-        sm80 = isinstance(p.tiles, _sm80.Tiles)
-        rows += _sm80_rows(p, p.tiles, p.device) if sm80 else _sm90_rows(p, p.tiles, p.device)
+        divided = isinstance(p.tiles, _sm80.Tiles)
+        rows += _divided_rows(p, p.tiles, p.device) if divided else _sm90_rows(p, p.tiles, p.device)
         return _aligned(rows + _traffic_rows(p))
     assert p.tiling is not None
     t, device = p.tiling, p.device
@@ -103,7 +103,7 @@ def _traffic_rows(p: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _sm80_rows(p: Plan, tiles: _sm80.Tiles, device: Device) -> list[tuple[str, str]]:
+def _divided_rows(p: Plan, tiles: _sm80.Tiles, device: Device) -> list[tuple[str, str]]:
     problem, parts = p.problem, p.parts
     assert parts is not None
     Tr = tiling.ceil_div(problem.seqlen_q * parts.pack, tiles.Br)
@@ -111,6 +111,7 @@ def _sm80_rows(p: Plan, tiles: _sm80.Tiles, device: Device) -> list[tuple[str, s
     grid = f"{p.grid}: {Tr} blocks of queries of {heads} heads"
     if parts.slices > 1:
         grid += f", {parts.slices} slices of head_dim_v"
+    chunks = "any in chunks of " if p.kernel == _simt.KERNEL else ""
     rows = [
         (
             "device",
@@ -118,13 +119,14 @@ def _sm80_rows(p: Plan, tiles: _sm80.Tiles, device: Device) -> list[tuple[str, s
         ),
         ("B_r, B_c", f"{tiles.Br}, {tiles.Bc}"),
         ("T_r, T_c", f"{Tr}, {tiling.ceil_div(problem.seqlen_k, tiles.Bc)}"),
-        ("tiles hold", f"head_dim {tiles.head_dim}, head_dim_v {tiles.head_dim_v}"),
+        ("tiles hold", f"head_dim {chunks}{tiles.head_dim}, head_dim_v {tiles.head_dim_v}"),
         ("SRAM in all", f"{p.smem_bytes} of {device.smem_block_bytes} bytes"),
         ("grid", grid),
         ("block", f"{p.block}: {tiles.Br // tiles.warps} queries a warp"),
         ("key splits", f"{parts.splits}" + (", merged by combine" if parts.splits > 1 else "")),
-        ("heads at a time", f"{parts.bunch} of {heads}, for the L2 cache"),
     ]
+    if p.kernel == _sm80.KERNEL:
+        rows.append(("heads at a time", f"{parts.bunch} of {heads}, for the L2 cache"))
     if parts.pack > 1:
         rows.append(("heads a tile", f"{parts.pack}, which share a key head"))
     if problem.dtype.name == "float64" and device.compute_capability in _sm80.SLOW_FLOAT64:

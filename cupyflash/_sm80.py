@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cupyflash import _arrays, _params
-from cupyflash._problem import AttentionProblem
+from cupyflash._problem import ARRAYS, AttentionProblem
 from cupyflash.devices import Device
 from cupyflash.tiling import ceil_div, round_up
 
@@ -19,10 +19,12 @@ COMBINE = "combine"
 _VECTOR = 16  # bytes of the widest access
 _ROW_LINE = 128  # bytes that a row of a tile in shared memory is padded to
 _MAX_LENGTH = 2**29  # of sequences, so that sums of positions are 32-bit numbers
+_MAX_HEADS = 2**32
 # Compute capabilities whose float64 is an afterthought.
-SLOW_FLOAT64 = ((8, 6), (8, 9), (10, 3), (12, 0))
-_COMBINE_THREADS = 128  # kCombineThreads
-_MAX_SPLITS = 128  # kMaxSplits
+SLOW_FLOAT64 = ((7, 5), (8, 6), (8, 9), (10, 3), (12, 0))
+_COMBINE_WARPS = 8  # kWarps
+_COMBINE_ROUND = 4  # kRound
+MAX_SPLITS = 128  # kMaxSplits
 # The K and V of the heads that are walked together take at most this part of the L2 cache.
 _L2_SHARE = 0.4
 _PROBLEM = tuple(f"problem.{name}" for name in _params.PROBLEM_FIELDS)
@@ -31,7 +33,8 @@ _FIELDS = (
     *("O", "lse", "first_head", "heads", "pack", "bunch", "splits", "slices"),
     *("q_vectors", "k_vectors", "v_vectors", "o_vectors", "pairs"),
 )
-_COMBINE_FIELDS = (*_PROBLEM, "O", "lse", "rows", "splits")
+_ARGUMENTS = tuple(f"problem.{name}.data" for name in ARRAYS)
+_COMBINE_FIELDS = (*_PROBLEM, "O", "lse", "rows", "splits", "team")
 _ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 
 
@@ -181,6 +184,8 @@ def refusal(problem: AttentionProblem, device: Device) -> str | None:
         return f"takes head_dim up to {_BUCKETS[-1]}, q has {problem.head_dim}"
     if max(problem.seqlen_q, problem.seqlen_k) >= _MAX_LENGTH:
         return f"takes sequences of less than {_MAX_LENGTH}"
+    if problem.batch * problem.heads_q >= _MAX_HEADS:
+        return "takes less than 2^32 heads of all batch entries together"
     if tiles_for(problem, device) is None:
         return (
             f"can't hold tiles of head_dim {problem.head_dim} in the {device.smem_block_bytes} "
@@ -225,9 +230,8 @@ def parts(
     slices = max(1, ceil_div(problem.head_dim_v, tiles.head_dim_v))
     Tr = ceil_div(problem.seqlen_q * packed, tiles.Br)
     if splits is None:
-        splits = _splits(problem, tiles, device, heads * Tr * slices)
-    if not 1 <= splits <= _MAX_SPLITS:
-        raise ValueError(f"splits is {splits}; expected 1 to {_MAX_SPLITS}")
+        splits = fitting_splits(problem, tiles, device, heads * Tr * slices)
+    assert 1 <= splits <= MAX_SPLITS
     return Parts(packed, splits, slices, _bunch(problem, device, packed), Tr * splits * slices)
 
 
@@ -235,11 +239,11 @@ _SPLIT_KEYS = 256  # fewer keys in a part are not worth its share of the merge
 _BLOCK_COST = 4  # what beginning and ending a thread block costs, in tiles of keys
 
 
-def _splits(problem: AttentionProblem, tiles: Tiles, device: Device, works: int) -> int:
+def fitting_splits(problem: AttentionProblem, tiles: Tiles, device: Device, works: int) -> int:
     """Parts of the keys, so that all multiprocessors have work and the last round is full."""
     slots = device.multiprocessors * tiles.blocks
     Tc = ceil_div(problem.seqlen_k, tiles.Bc)
-    most = min(ceil_div(problem.seqlen_k, _SPLIT_KEYS), Tc, _MAX_SPLITS)
+    most = min(ceil_div(problem.seqlen_k, _SPLIT_KEYS), Tc, MAX_SPLITS)
     if works == 0 or most <= 1 or works >= 0.8 * slots:
         return 1
 
@@ -259,16 +263,27 @@ def _bunch(problem: AttentionProblem, device: Device, packed: int) -> int:
 
 
 def records(
-    problem: AttentionProblem, tiles: Tiles, work: Parts, o: Any, lse: Any, xp: Any
+    problem: AttentionProblem,
+    tiles: Tiles,
+    work: Parts,
+    o: Any,
+    lse: Any,
+    xp: Any,
+    *,
+    kernel: str = KERNEL,
+    fields: tuple[str, ...] = _FIELDS,
 ) -> Iterator[Any]:
-    """The launches of one call; ``o`` and ``lse`` have a head axis."""
+    """The launches of one call; ``o`` and ``lse`` have a head axis.
+
+    ``kernel`` may be another that divides its work alike; ``fields`` are those of its parameters.
+    """
     from cupyflash import _launch
 
     rows = (problem.heads_q, problem.seqlen_q)
     for sizes, views in _launch.launch_batches(problem, o, lse, _params.BATCH_AXES):
         batch = math.prod(sizes)
-        fields = views | _launch.scalar_fields(problem, sizes)
-        values = {f"problem.{name}": value for name, value in fields.items()}
+        arguments = views | _launch.scalar_fields(problem, sizes)
+        values = {f"problem.{name}": value for name, value in arguments.items()}
         if work.splits > 1:
             acc = problem.acc_dtype
             values["O"] = xp.empty((work.splits, batch, *rows, problem.head_dim_v), acc)
@@ -276,15 +291,16 @@ def records(
         numbers = {"pack": work.pack, "bunch": work.bunch, "splits": work.splits}
         numbers |= {"slices": work.slices, "pairs": int(_pairs(views))}
         numbers |= {f"{name}_vectors": int(_vectors(name, views)) for name in "qkvo"}
+        numbers = {name: value for name, value in numbers.items() if name in fields}
         heads = batch * problem.heads_q // work.pack
         at_once = max(1, _launch.MAX_GRID_X // work.blocks_a_head)
         for first in range(0, heads, at_once):
             count = min(at_once, heads - first)
             params, pointers = _params.pack(
-                _FIELDS, values | numbers | {"first_head": first, "heads": count}
+                fields, values | numbers | {"first_head": first, "heads": count}
             )
             yield _launch.LaunchRecord(
-                kernel=KERNEL,
+                kernel=kernel,
                 options=tiles.options(problem.dtype.name, problem.general),
                 grid=(work.blocks_a_head * count, 1, 1),
                 block=(tiles.threads, 1, 1),
@@ -294,18 +310,36 @@ def records(
             )
         if work.splits > 1:
             rows_in_all = batch * math.prod(rows)
+            team = combine_team(work.splits)
+            # Of the arguments it needs no address: each costs the host time at every call.
+            needed = {n: x for n, x in values.items() if n not in _ARGUMENTS}
             params, pointers = _params.pack(
-                _COMBINE_FIELDS, values | {"rows": rows_in_all, "splits": work.splits}
+                _COMBINE_FIELDS,
+                needed | {"rows": rows_in_all, "splits": work.splits, "team": team},
             )
+            blocks = ceil_div(rows_in_all, _COMBINE_WARPS // team)
             yield _launch.LaunchRecord(
                 kernel=COMBINE,
                 options=combine_options(problem.dtype.name),
-                grid=(min(rows_in_all, _launch.MAX_GRID_X), 1, 1),
-                block=(_COMBINE_THREADS, 1, 1),
+                grid=(min(blocks, _launch.MAX_GRID_X), 1, 1),
+                block=(32 * _COMBINE_WARPS, 1, 1),
                 smem_bytes=0,
                 params=params,
                 pointers=pointers,
+                waits_itself=True,
             )
+
+
+def combine_team(splits: int) -> int:
+    """Warps that merge a row: a power of two, so many that each has one round of parts to load.
+
+    Examples
+    --------
+    >>> [combine_team(splits) for splits in (2, 4, 5, 16, 17, 128)]
+    [1, 1, 2, 4, 8, 8]
+    """
+    rounds = ceil_div(splits, _COMBINE_ROUND)
+    return min(_COMBINE_WARPS, 1 << (rounds - 1).bit_length())
 
 
 def combine_options(dtype: str) -> tuple[str, ...]:
@@ -355,4 +389,5 @@ def specialisations() -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
                 found += [] if architecture in found else [architecture]
         for (tiles, general), architectures in wanted.items():
             yield KERNEL, tiles.options(dtype, general), tuple(architectures)
-        yield COMBINE, combine_options(dtype), _ARCHITECTURES
+        # forward_simt divides its keys too.
+        yield COMBINE, combine_options(dtype), ("sm_70", "sm_75", *_ARCHITECTURES)

@@ -134,14 +134,18 @@ def tiles_of(problem: AttentionProblem) -> Tiles | None:
     return tiles_for(problem.head_dim, problem.head_dim_v, problem.seqlen_k, causal)
 
 
-def few_works(problem: AttentionProblem, tiles: Tiles, device: Device) -> bool:
+def few_works(
+    problem: AttentionProblem, tiles: Tiles, device: Device, dividable: bool = True
+) -> bool:
     """Whether too few blocks of queries are there to keep the device busy over many keys.
 
-    Then a kernel that divides the keys, or packs the query heads of a group, does better.
+    Then a kernel that packs the query heads of a group, or divides the keys, does better. Where
+    keys must not be divided, the answer does not depend on the batch, and so no bit of a result.
     """
     works = problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, tiles.Br)
     few_rows = problem.seqlen_q <= _FEW_ROWS
-    return problem.seqlen_k > _MANY_KEYS and (few_rows or 2 * works < device.multiprocessors)
+    idle = dividable and 2 * works < device.multiprocessors
+    return problem.seqlen_k > _MANY_KEYS and (few_rows or idle)
 
 
 def refusal(problem: AttentionProblem, device: Device, tma: bool) -> str | None:
@@ -202,6 +206,8 @@ def records(
         # Works of equal length need no counter, and no launch that clears it.
         counter = xp.zeros(1, np.int32) if unequal(problem) and heads * blocks > grid else 0
         fields = views | _launch.scalar_fields(problem, sizes)
+        for name in _MAPS:  # which are read through their maps
+            del fields[f"{name}.data"]
         struct, pointers = _params.pack(
             _FIELDS,
             {f"problem.{name}": value for name, value in fields.items()}

@@ -27,6 +27,7 @@ def attention(
     seqlens_k: Any = None,
     return_lse: bool = False,
     out: Any = None,
+    num_splits: int | None = None,
     kernel: str | Algorithm1 | None = None,
 ) -> Any:
     """Exact softmax attention, without the N x N score matrix.
@@ -83,10 +84,16 @@ def attention(
     out : array, optional
         Where to write the output: its shape and dtype, any strides, no element twice, no memory
         shared with an input. On a GPU its elements lie at multiples of their size.
+    num_splits : int, optional
+        Parts of the keys, up to 128, that thread blocks of "forward_sm80" or "forward_simt" work on
+        side by side and whose results are merged. By default the plan chooses by how many blocks
+        there are; 1 never divides, and makes what a batch entry gives independent of how many
+        others there are, bit for bit. No other kernel divides keys: more than 1 takes one of these
+        or is refused.
     kernel : str or Algorithm1, optional
-        "host" for numpy arrays; "forward_sm90", "forward_sm80" or "fa1_forward", or an
-        :class:`Algorithm1` with settings of the last, for arrays on a GPU. By default the plan
-        chooses (:func:`plan` explains its choice).
+        "host" for numpy arrays; "forward_sm90", "forward_sm80", "forward_simt" or "fa1_forward",
+        or an :class:`Algorithm1` with settings of the last, for arrays on a GPU. By default the
+        plan chooses (:func:`plan` explains its choice).
 
     Returns
     -------
@@ -134,9 +141,11 @@ def attention(
     ((8, 100, 64), (8, 100), True)
     """
     arrays = (q, k, v, bias, mask, alibi_slopes, seqlens_k)
-    key = _call.signature(arrays, out, window, kernel, causal, softmax_scale, softcap, return_lse)
+    key, addresses = _call.signature(
+        arrays, out, window, kernel, causal, softmax_scale, softcap, return_lse, num_splits
+    )
     if key is not None and (call := _call.find(key)) is not None:
-        o, lse = call(arrays, out)
+        o, lse = call(arrays, addresses, out)
         return (o, lse) if return_lse else o
     if not isinstance(return_lse, (bool, np.bool_)):
         raise TypeError(
@@ -158,7 +167,7 @@ def attention(
     )
     if out is not None:
         _problem.check_out("attention", problem, out)
-    plan = make_plan("attention", problem, kernel)
+    plan = make_plan("attention", problem, kernel, num_splits=num_splits)
     if plan.kernel == "host":
         o, lse = host.run(problem, out)
     else:

@@ -199,6 +199,7 @@ def q_outer(
     pack: int = 1,
     splits: int = 1,
     slices: int = 1,
+    streams_q: bool = False,
 ) -> Traffic:
     """The order of FlashAttention-2: Q outer, O in registers, K and V read once a query block.
 
@@ -218,6 +219,8 @@ def q_outer(
         Parts of the keys; each writes its O and lse in the accumulation dtype, to be merged.
     slices : int
         Parts of head_dim_v, each of which reads Q and K.
+    streams_q : bool
+        Q passes by anew for each tile of keys.
 
     Returns
     -------
@@ -228,8 +231,11 @@ def q_outer(
     key_loads = heads // pack * int(blocks.keys_visited().sum())
     scores = int((blocks.rows * blocks.keys_visited()).sum())
     rows = heads * problem.seqlen_q
+    q_loads = rows * splits
+    if streams_q:
+        q_loads = heads * int((blocks.rows * (blocks.ends - blocks.begins)).sum())
     reads = {
-        "Q": rows * problem.head_dim * slices * splits,
+        "Q": q_loads * problem.head_dim * slices,
         "K": key_loads * problem.head_dim * slices,
         "V": key_loads * problem.head_dim_v,
     } | _modifier_reads(problem, heads * scores * slices)

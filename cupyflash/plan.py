@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from cupyflash import _checks, _gpu, _problem, _sm80, _sm90, devices, io_model, tiling
+from cupyflash import _checks, _gpu, _problem, _simt, _sm80, _sm90, devices, io_model, tiling
 from cupyflash._launch import MAX_GRID_X
 from cupyflash._problem import AttentionProblem
 from cupyflash.devices import Device
@@ -15,7 +15,7 @@ from cupyflash.tiling import Tiling
 
 __all__ = ["KERNELS", "Algorithm1", "Plan", "plan"]
 
-KERNELS = ("host", "fa1_forward", _sm80.KERNEL, _sm90.KERNEL)
+KERNELS = ("host", "fa1_forward", _simt.KERNEL, _sm80.KERNEL, _sm90.KERNEL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +74,10 @@ class Plan:
     tiling : Tiling or None
         M, B_r, B_c and the SRAM of ``fa1_forward``.
     tiles : Tiles or None
-        Tiles of ``forward_sm90`` or ``forward_sm80``, which they are compiled for: ``Br``, ``Bc``,
-        ``head_dim``, ``head_dim_v`` and more.
+        Tiles of ``forward_sm90``, ``forward_sm80`` or ``forward_simt``, which they are compiled
+        for: ``Br``, ``Bc``, ``head_dim``, ``head_dim_v`` and more.
     parts : Parts or None
-        How ``forward_sm80`` divides the work: ``splits`` of the keys and more.
+        How ``forward_sm80`` or ``forward_simt`` divides the work: ``splits`` of the keys and more.
     chunks : int
         Thread blocks of ``fa1_forward`` that share a head.
     grid, block : tuple of 3 int
@@ -145,7 +145,9 @@ class Plan:
             if parts is None
             else {"pack": parts.pack, "splits": parts.splits, "slices": parts.slices}
         )
-        return io_model.q_outer(self.problem, self.tiles.Br, self.tiles.Bc, **division)
+        streams_q = self.kernel == _simt.KERNEL
+        Br, Bc = self.tiles.Br, self.tiles.Bc
+        return io_model.q_outer(self.problem, Br, Bc, **division, streams_q=streams_q)
 
     @property
     def hbm_bytes(self) -> int | None:
@@ -177,6 +179,7 @@ def plan(
     alibi: bool = False,
     seqlens: bool = False,
     device: str | int | Device | None = None,
+    num_splits: int | None = None,
     kernel: str | Algorithm1 | None = None,
 ) -> Plan:
     """Explain how ``attention`` would run a call of these sizes, without arrays or a GPU.
@@ -203,6 +206,8 @@ def plan(
     device : str, int or Device, optional
         "cpu", the name of a GPU ("H200", "RTX 4090", ...), the number of a GPU that is there, or
         a Device. Default: GPU 0 if CuPy and a GPU are there, else "cpu".
+    num_splits : int, optional
+        As for ``attention``.
     kernel : str or Algorithm1, optional
         As for ``attention``.
 
@@ -242,7 +247,8 @@ def plan(
         alibi=alibi,
         seqlens=seqlens,
     )
-    return _plan("plan", problem, _device(device), kernel, _sm90.takes_arrays(problem))
+    tma = _sm90.takes_arrays(problem)
+    return _plan("plan", problem, _device(device), kernel, num_splits, tma)
 
 
 def make_plan(
@@ -250,12 +256,13 @@ def make_plan(
     problem: AttentionProblem,
     kernel: str | Algorithm1 | None,
     device: Device | None = None,
+    num_splits: int | None = None,
 ) -> Plan:
     """The plan of a call with arrays, on their own device unless another is given."""
     if device is None and problem.device is not None:
         device = devices.current_device(problem.device)
     tma = device is not None and _sm90.takes_arrays(problem)
-    return _plan(function, problem.without_arrays(), device, kernel, tma)
+    return _plan(function, problem.without_arrays(), device, kernel, num_splits, tma)
 
 
 def _device(device: str | int | Device | None) -> Device | None:
@@ -274,13 +281,25 @@ def _device(device: str | int | Device | None) -> Device | None:
 
 
 def _plan(
-    function: str, problem: AttentionProblem, device: Device | None, kernel: Any, tma: bool
+    function: str,
+    problem: AttentionProblem,
+    device: Device | None,
+    kernel: Any,
+    num_splits: Any,
+    tma: bool,
 ) -> Plan:
     if not (kernel is None or isinstance(kernel, (str, Algorithm1))):
         raise TypeError(
             f"{function}: kernel is a {type(kernel).__name__}; expected a name or an Algorithm1"
         )
-    return _cached_plan(function, problem, device, kernel, tma)
+    if num_splits is not None:
+        num_splits = _checks.integer(function, "num_splits", num_splits)
+        if not 1 <= num_splits <= _sm80.MAX_SPLITS:
+            raise ValueError(
+                f"{function}: num_splits is {num_splits}; expected 1 to {_sm80.MAX_SPLITS}, or "
+                "None to let the plan choose"
+            )
+    return _cached_plan(function, problem, device, kernel, num_splits, tma)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -289,26 +308,40 @@ def _cached_plan(
     problem: AttentionProblem,
     device: Device | None,
     kernel: str | Algorithm1 | None,
+    num_splits: int | None,
     tma: bool,
 ) -> Plan:
     settings = kernel if isinstance(kernel, Algorithm1) else Algorithm1()
     name = "fa1_forward" if isinstance(kernel, Algorithm1) else kernel
     if name not in (None, *KERNELS):
         raise ValueError(f"{function}: kernel is {name!r}; expected one of {', '.join(KERNELS)}")
+    divided = num_splits is not None and num_splits > 1
+    if divided and name not in (None, _sm80.KERNEL, _simt.KERNEL):
+        raise ValueError(
+            f"{function}: num_splits is {num_splits}, but kernel {name!r} does not divide keys; "
+            f"expected 1 or None, or kernel {_sm80.KERNEL!r} or {_simt.KERNEL!r}"
+        )
     if device is None:
         if name not in (None, "host"):
             raise ValueError(
                 f"{function}: kernel {name!r} runs on a GPU; pass CuPy arrays, or leave kernel=None"
+            )
+        if divided:
+            raise ValueError(
+                f"{function}: num_splits is {num_splits}, but numpy's kernel 'host' does not "
+                "divide keys; expected 1 or None"
             )
         return Plan("host", problem)
     if name == "host":
         raise ValueError(
             f"{function}: kernel 'host' takes numpy arrays; leave kernel=None for arrays on a GPU"
         )
-    if name == _sm90.KERNEL or kernel is None:
+    if name == _sm90.KERNEL or (kernel is None and not divided):
         refusal = _sm90.refusal(problem, device, tma)
-        if refusal is None and (chosen := _plan_sm90(problem, device, asked=name is not None)):
-            return chosen
+        if refusal is None and (
+            name is not None or _prefers_sm90(problem, device, dividable=num_splits is None)
+        ):
+            return _plan_sm90(problem, device)
         if name == _sm90.KERNEL:
             raise ValueError(
                 f"{function}: kernel {name!r} {refusal}; leave kernel=None to let the plan choose"
@@ -316,20 +349,36 @@ def _cached_plan(
     if name == _sm80.KERNEL or kernel is None:
         refusal = _sm80.refusal(problem, device)
         if refusal is None:
-            return _plan_sm80(problem, device)
+            return _plan_sm80(problem, device, num_splits)
         if name == _sm80.KERNEL:
             raise ValueError(
                 f"{function}: kernel {name!r} {refusal}; leave kernel=None to let the plan choose"
             )
+    if name == _simt.KERNEL or kernel is None:
+        refusal = _simt.refusal(problem)
+        if refusal is None:
+            return _plan_simt(problem, device, num_splits)
+        if name == _simt.KERNEL:
+            raise ValueError(
+                f"{function}: kernel {name!r} {refusal}; leave kernel=None to let the plan choose"
+            )
+        if divided:
+            raise ValueError(
+                f"{function}: num_splits is {num_splits}, but {_simt.KERNEL!r}, which divides "
+                f"keys, {refusal}; expected 1 or None"
+            )
     return _plan_fa1(function, problem, device, settings)
 
 
-def _plan_sm90(problem: AttentionProblem, device: Device, asked: bool) -> Plan | None:
-    """None where another kernel is to be preferred."""
+def _prefers_sm90(problem: AttentionProblem, device: Device, dividable: bool) -> bool:
     tiles = _sm90.tiles_of(problem)
     assert tiles is not None
-    if not asked and _sm90.few_works(problem, tiles, device):
-        return None
+    return not _sm90.few_works(problem, tiles, device, dividable)
+
+
+def _plan_sm90(problem: AttentionProblem, device: Device) -> Plan:
+    tiles = _sm90.tiles_of(problem)
+    assert tiles is not None
     works = problem.batch * problem.heads_q * tiling.ceil_div(problem.seqlen_q, tiles.Br)
     return Plan(
         kernel=_sm90.KERNEL,
@@ -343,13 +392,29 @@ def _plan_sm90(problem: AttentionProblem, device: Device, asked: bool) -> Plan |
     )
 
 
-def _plan_sm80(problem: AttentionProblem, device: Device) -> Plan:
+def _plan_sm80(problem: AttentionProblem, device: Device, num_splits: int | None) -> Plan:
     tiles = _sm80.tiles_for(problem, device)
     assert tiles is not None
-    parts = _sm80.parts(problem, tiles, device)
+    parts = _sm80.parts(problem, tiles, device, num_splits)
+    return _divided_plan(_sm80.KERNEL, problem, device, tiles, parts)
+
+
+def _plan_simt(problem: AttentionProblem, device: Device, num_splits: int | None) -> Plan:
+    tiles = _simt.tiles_for(problem)
+    parts = _simt.parts(problem, tiles, device, num_splits)
+    return _divided_plan(_simt.KERNEL, problem, device, tiles, parts)
+
+
+def _divided_plan(
+    kernel: str,
+    problem: AttentionProblem,
+    device: Device,
+    tiles: _sm80.Tiles,
+    parts: _sm80.Parts,
+) -> Plan:
     heads = problem.batch * problem.heads_q // parts.pack
     return Plan(
-        kernel=_sm80.KERNEL,
+        kernel=kernel,
         problem=problem,
         device=device,
         tiles=tiles,

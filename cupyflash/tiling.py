@@ -312,12 +312,13 @@ def specialisations() -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     architectures : tuple of str
         Where a plan may ask for it.
     """
-    from cupyflash import _sm80, _sm90  # which use this module
+    from cupyflash import _simt, _sm80, _sm90  # which use this module
 
     architectures = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
     for dtype in NAMES:
         for general in (False, True):
             yield "fa1_forward", fa1_options(dtype, general), architectures
+    yield from _simt.specialisations()
     yield from _sm80.specialisations()
     yield from _sm90.specialisations()
 

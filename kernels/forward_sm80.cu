@@ -26,6 +26,7 @@
 #include "common/tile.cuh"
 #include "common/tile_scores.cuh"
 #include "common/tile_softmax.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/pin.cuh"
 #if CUPYFLASH_HEADER == CUPYFLASH_HEADER_float16 || CUPYFLASH_HEADER == CUPYFLASH_HEADER_bfloat16
 #include "common/products_half.cuh"
@@ -103,6 +104,8 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
   using KTile = Products::KTile;
   using VTile = Products::VTile;
   extern __shared__ __align__(128) unsigned char shared_memory[];
+  // All blocks are there: combine's may come beside them, to wait.
+  if constexpr (kHasGriddepcontrol) griddepcontrol_launch_dependents();
   unsigned char* const Q_smem = shared_memory;
   using KBuffer = unsigned char[KTile::kBytes];
   using VBuffer = unsigned char[VTile::kBytes];
@@ -112,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
 
   const Problem& problem = params.problem;
   const Work work(params, blockIdx.x);
-  const HeadIndex at(problem, work.head * params.pack);
+  const HeadIndex at(problem, static_cast<unsigned>(work.head * params.pack));
   const TileBand band(Band(problem, at.seqlen_k(problem)));
   const QueryRows rows(problem, params.pack, work.tile);
   const int d = static_cast<int>(problem.head_dim);
@@ -192,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
   // Where each row goes: to the result, or, being one part of several, to the workspace. Found out
   // anew, since there were no registers to keep it in.
   const Work out_work(params, pin(static_cast<int>(blockIdx.x)));
-  const HeadIndex out_at(problem, out_work.head * params.pack);
+  const HeadIndex out_at(problem, static_cast<unsigned>(out_work.head * params.pack));
   const QueryRows out_rows(problem, params.pack, out_work.tile);
   const int out_dv0 = out_work.slice * kHeadDimV;
   const int out_dv = within(problem.head_dim_v - out_dv0, kHeadDimV);

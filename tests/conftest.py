@@ -123,8 +123,12 @@ def pytest_terminal_summary(terminalreporter):
                 f"{len(kernels)} kernels: {', '.join(kernels)}"
             )
     reports = terminalreporter.getreports("passed")
-    measured = [text for r in reports for name, text in r.user_properties if name == "ptx twin"]
-    if measured:
-        terminalreporter.section("instructions on the GPU and their twins on the CPU")
-        for text in measured:
-            terminalreporter.write_line(text)
+    for kind, title in (
+        ("ptx twin", "instructions on the GPU and their twins on the CPU"),
+        ("random problems", "random problems against float64"),
+    ):
+        measured = [text for r in reports for name, text in r.user_properties if name == kind]
+        if measured:
+            terminalreporter.section(title)
+            for text in measured:
+                terminalreporter.write_line(text)

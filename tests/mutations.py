@@ -45,7 +45,7 @@ class Mutation:
         path.write_text(text)
 
 
-FA1, SM80, SM90 = "fa1_forward", "forward_sm80", "forward_sm90"
+FA1, SIMT, SM80, SM90 = "fa1_forward", "forward_simt", "forward_sm80", "forward_sm90"
 _BARRIER = "        __syncthreads();"
 # In the loop over the tiles of one work.
 _WAIT_FOR_O = "          wgmma_wait<0>();\n          wgmma_use(O);\n"
@@ -64,6 +64,10 @@ MUTATIONS = (
              "(8 * n + e - first) < count", "(8 * n + e - first) <= count"),
     Mutation(SM80, "tiles that need a mask: one too few", "forward_sm80.cu",
              "j0 + kBc > plain_end", "j0 > plain_end"),
+    Mutation(SIMT, "< becomes <= in the mask", "forward_simt.cu",
+             "key < min(high + r * kLaneRows, length)", "key <= min(high + r * kLaneRows, length)"),
+    Mutation(SIMT, "hidden keys' values are multiplied", "forward_simt.cu",
+             "seen.x[n] ? v[n].x[e] : acc(0)", "v[n].x[e]"),
     Mutation(SM90, ">= becomes > in the mask", "common/fragment_softmax.cuh",
              ">= end[x / 2 % 2]", "> end[x / 2 % 2]"),
     Mutation(SM90, "< becomes <= in the window", "common/fragment_softmax.cuh",
@@ -81,9 +85,17 @@ MUTATIONS = (
     Mutation(SM80, "O is not rescaled", "common/tile_softmax.cuh",
              "O[m][k][2 * h + 1] *= keep;", ""),
     Mutation(SM80, "l is not rescaled", "common/tile_softmax.cuh", "l_[m][h] *= keep;", ""),
+    Mutation(SIMT, "O is not rescaled", "forward_simt.cu", "O[g][r][e] *= keep;", ";"),
+    Mutation(SIMT, "l is not rescaled", "forward_simt.cu", "stats.l *= keep;", ";"),
+    Mutation(SIMT, "sums over head_dim are not made in parts", "forward_simt.cu",
+             "constexpr int kFold = 256;", "constexpr int kFold = 1 << 24;"),
+    Mutation(SIMT, "a part of the sums over head_dim is lost", "forward_simt.cu",
+             "folded ? sram.P[place] + S[r][n] : S[r][n]", "S[r][n]"),
     Mutation(SM90, "O is not rescaled", "forward_sm90.cu", "scale_rows(O, keep);", ";"),
     Mutation(SM80, "parts are merged with equal weights", "combine.cu",
              "exp_nat(row_lse[s * params.rows] - base) / sum;", "acc(1) / acc(splits);"),
+    Mutation(SM80, "sums of parts are added before all are there", "combine.cu",
+             "      __syncthreads();  // all", "      __syncwarp();  // all"),
     # Barriers and waits.
     *(
         Mutation(FA1, f"no barrier: {name}", "fa1_forward.cu", _BARRIER, "        ;", at)
@@ -91,6 +103,14 @@ MUTATIONS = (
             ("before tiles are loaded", "before Q K^T", "before the statistics", "before P V")
         )
     ),
+    *(
+        Mutation(SIMT, f"no barrier: {name}", "forward_simt.cu", "__syncthreads();", ";", at)
+        for at, name in enumerate(
+            ("behind the head", "in a step of the scores", "in a step of the values")
+        )
+    ),
+    Mutation(SIMT, "o is written over weights that are still read", "forward_simt.cu",
+             "  __syncwarp();  // the weights", "  // the weights"),
     Mutation(SM80, "no barrier in a step", "forward_sm80.cu", "    __syncthreads();", "    ;"),
     Mutation(SM80, "copies are waited for one step too late", "forward_sm80.cu",
              "cp_async_wait<kStages - 2>()", "cp_async_wait<kStages - 1>()"),
@@ -120,6 +140,10 @@ MUTATIONS = (
     Mutation(SM90, "V's slabs lie too close", "common/swizzled_tile.cuh",
              "(tile, kSwizzle, kSlabBytes,", "(tile, kSwizzle, 1024,"),
     # Ragged ends.
+    Mutation(SIMT, "vectors of o are stored past its last column", "forward_simt.cu",
+             "if (vectors && left >= kVec) {", "if (vectors) {"),
+    Mutation(SIMT, "keys past the last are read", "forward_simt.cu",
+             "const bool inside = r >= begin && r < end", "const bool inside = r >= begin"),
     Mutation(SM80, "vectors of o are stored past its last column", "common/products_half.cuh",
              "if (vectors && column + 8 <= cols) {", "if (vectors) {"),
     Mutation(SM90, "rows past the last query are stored", "forward_sm90.cu",

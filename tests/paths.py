@@ -40,12 +40,12 @@ _DRAWS = {
 _WRITTEN = {"problem.o.data", "problem.lse.data", "O", "lse", "l", "m", "counter"}
 
 
-def launches(q, k, v, *, kernel="fa1_forward", device="H200", out=None, **options):
+def launches(q, k, v, *, kernel="fa1_forward", device="H200", num_splits=None, out=None, **options):
     """(o, lse, launch records) of a call, by the very steps of the GPU path; o and lse are NaN."""
     problem = _problem.from_arrays("attention", q, k, v, **options).aligned()
     if out is not None:
         _problem.check_out("attention", problem, poison(out))
-    plan = make_plan("attention", problem, kernel, devices.named_device(device))
+    plan = make_plan("attention", problem, kernel, devices.named_device(device), num_splits)
     return _launch.prepare(plan, problem, out, True, hostcuda)
 
 
@@ -56,6 +56,7 @@ def run_on_host_cuda(
     *,
     kernel="fa1_forward",
     device="H200",
+    num_splits=None,
     out=None,
     kernels=None,
     schedules=None,
@@ -65,7 +66,8 @@ def run_on_host_cuda(
 
     ``device`` is whose shared memory the plan may take, ``kernels`` another root of the sources.
     """
-    o, lse, records = launches(q, k, v, kernel=kernel, device=device, out=out, **options)
+    how = {"kernel": kernel, "device": device, "num_splits": num_splits, "out": out}
+    o, lse, records = launches(q, k, v, **how, **options)
     for record in records:
         if schedules is None:
             hostcuda.run(record, writes=_WRITTEN, kernels=kernels)
@@ -74,7 +76,9 @@ def run_on_host_cuda(
     return o, lse
 
 
-def run_on_gpu(q, k, v, *, kernel=None, out=None, **options) -> tuple[np.ndarray, np.ndarray]:
+def run_on_gpu(
+    q, k, v, *, kernel=None, num_splits=None, out=None, **options
+) -> tuple[np.ndarray, np.ndarray]:
     """``cupyflash.attention`` on CuPy arrays that lie in memory as the numpy arrays do."""
     cupy = sys.modules["cupy"]
     q, k, v = (copy_with_layout(np.asarray(x), cupy) for x in (q, k, v))
@@ -86,7 +90,8 @@ def run_on_gpu(q, k, v, *, kernel=None, out=None, **options) -> tuple[np.ndarray
         target, check_guards = guarded_empty(problem.out_shape, problem.dtype, xp=cupy)
     else:
         target = poison(copy_with_layout(out, cupy))
-    o, lse = cupyflash.attention(q, k, v, kernel=kernel, out=target, return_lse=True, **options)
+    how = {"kernel": kernel, "num_splits": num_splits, "out": target}
+    o, lse = cupyflash.attention(q, k, v, **how, return_lse=True, **options)
     assert o is target
     if out is None:
         check_guards()

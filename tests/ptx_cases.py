@@ -220,6 +220,13 @@ def setmaxnreg(rng: np.random.Generator) -> Case:
     return Case("setmaxnreg", (x, y), (output,), block=384, capability=(9, 0))
 
 
+def griddepcontrol(rng: np.random.Generator) -> Case:
+    x = _words(rng, 4 * 64)
+    y = np.empty_like(x)
+    output = Output("griddepcontrol", y, 3 * x)
+    return Case("griddepcontrol", (x, y), (output,), block=64, grid=(4, 1), capability=(9, 0))
+
+
 def tma(swizzle: int, box: tuple[int, ...]) -> Callable[[np.random.Generator], Case]:
     def make(rng: np.random.Generator) -> Case:
         sizes = (swizzle // 2 + 40, 90, 5, 3, 4)  # the contiguous axis first
@@ -312,7 +319,7 @@ CASES: dict[str, Callable[[np.random.Generator], Case]] = {
 for _name in _MMA:
     _kinds = ("integers", "normal", "spread", "special")
     CASES |= {f"mma-{_name}-{kind}": mma(_name, kind) for kind in _kinds}
-CASES |= {f.__name__: f for f in (named_barrier, mbarrier, setmaxnreg)}
+CASES |= {f.__name__: f for f in (named_barrier, mbarrier, setmaxnreg, griddepcontrol)}
 for _swizzle in (64, 128):
     for _box in (
         (_swizzle // 2, 64, 1, 1, 1),

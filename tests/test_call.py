@@ -7,7 +7,7 @@ import types
 import ml_dtypes
 import numpy as np
 import pytest
-from paths import KERNELS, normal, qkv
+from paths import KERNELS, launches, normal, qkv
 
 from cupyflash import Algorithm1, _call, _compile, _problem, attention, clear_cache, devices, warmup
 from cupyflash.devices import named_device
@@ -35,10 +35,10 @@ def sign(monkeypatch):
         k, v = q if k is None else k, q if v is None else v
         arrays = (q, k, v, *(options.pop(name, None) for name in _problem.ARRAYS[3:]))
         special = [options.pop(name, None) for name in ("out", "window", "kernel")]
-        names = ("causal", "softmax_scale", "softcap", "return_lse")
+        names = ("causal", "softmax_scale", "softcap", "return_lse", "num_splits")
         plain = [options.pop(name, False if name == "causal" else None) for name in names]
         assert not options
-        return _call.signature(arrays, *special, *plain)
+        return _call.signature(arrays, *special, *plain)[0]
 
     return signature
 
@@ -70,6 +70,9 @@ class TestSignature:
             {"softcap": 1.0},
             {"return_lse": True},
             {"return_lse": 1},
+            {"num_splits": 1},
+            {"num_splits": 2},
+            {"num_splits": True},
             {"kernel": "fa1_forward"},
             {"kernel": Algorithm1(chunks=1)},
             {"kernel": Algorithm1(chunks=2)},
@@ -89,6 +92,14 @@ class TestSignature:
         assert sign(self.q) == sign(elsewhere)
         assert hash(sign(self.q, causal=True)) == hash(sign(elsewhere, causal=True))
 
+    def test_comes_with_the_addresses_of_what_is_there(self, sign):
+        arrays = [FakeArray(2, 10, 8, address=512 * n) for n in range(1, 6)]
+        q, k, v, mask, out = arrays
+        given = (q, k, v, None, mask, None, None)
+        key, addresses = _call.signature(given, out, None, None, False)
+        assert key is not None
+        assert addresses == [512, 1024, 1536, 2048, 2560]
+
     @pytest.mark.parametrize(
         "option",
         [
@@ -106,7 +117,58 @@ class TestSignature:
     def test_is_none_without_cupy(self, monkeypatch):
         monkeypatch.delitem(_call.sys.modules, "cupy", raising=False)
         x = np.empty((2, 10, 8))
-        assert _call.signature((x, x, x), None, None, None) is None
+        assert _call.signature((x, x, x), None, None, None) == (None, [])
+
+
+class FakeMemory:
+    ptr = 7 << 24
+
+    def memset_async(self, value, size):
+        self.cleared = size
+
+
+@pytest.mark.parametrize("given", [None, FakeArray(2, 4, 70, 64, address=5 << 24)])
+def test_launches_are_given_all_addresses_and_the_callers_list_stays(monkeypatch, given):
+    made = []
+
+    class Recorder:
+        def __init__(self, record, places, device):
+            self.record, self.places = record, places
+            made.append(self)
+
+        def __call__(self, addresses, stream):
+            self.addresses, self.stream = addresses, stream
+
+    memory = FakeMemory()
+    results = iter([FakeArray(2, 4, 70, 64, address=n) for n in (6 << 24, 13 << 23)])
+    runtime = types.SimpleNamespace(getDevice=lambda: None, streamIsCapturing=lambda stream: False)
+    cuda = types.SimpleNamespace(
+        runtime=runtime,
+        alloc=lambda size: memory,
+        get_current_stream=lambda: types.SimpleNamespace(ptr=9),
+    )
+    fake = types.SimpleNamespace(cuda=cuda, ndarray=lambda *shape: next(results))
+    monkeypatch.setattr(_call, "_Launch", Recorder)
+    q, k, v = qkv(0, 2, 4, 70, 64, seqlen_k=3000, dtype=np.float16)
+    problem = _problem.from_arrays("attention", q, k, v, seqlens_k=[3000, 20])
+    *_, records = launches(q, k, v, kernel="forward_sm80", num_splits=3, seqlens_k=[3000, 20])
+    call = _call.Call(problem, records, return_lse=True)
+    monkeypatch.setitem(_call.sys.modules, "cupy", fake)
+    addresses = [n << 24 for n in ((1, 2, 3, 4) if given is None else (1, 2, 3, 4, 5))]
+    kept = list(addresses)
+    o, lse = call((q, k, v, None, None, None, problem.seqlens_k), addresses, given)
+    assert addresses == kept
+    results_at = (12, 13) if given is None else (10, 12)
+    assert (o.data.ptr, lse.data.ptr) == tuple(n << 23 for n in results_at)
+    assert [launch.record.kernel for launch in made] == ["forward_sm80", "combine"]
+    for launch in made:
+        assert launch.stream == 9
+        assert launch.addresses == [*addresses[:4], o.data.ptr, lse.data.ptr, memory.ptr]
+    names = ("q", "k", "v", "seqlens_k", "o", "lse")
+    assert [made[0].places[name] for name in names] == [(n, 0) for n in range(6)]
+    # The parts' O and lse lie behind each other in the workspace, which is the last address.
+    parts = [made[1].places[id(p.array)] for p in made[1].record.pointers if p.name in ("O", "lse")]
+    assert parts == [(6, 0), (6, 3 * 2 * 4 * 70 * 64 * 4)]
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------

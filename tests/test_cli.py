@@ -298,6 +298,7 @@ class TestPlan:
         options = "--seqlen 100 --seqlen-k 300 --head-dim 64 --head-dim-v 32 --batch 2 --heads 8/4"
         options += " --dtype bfloat16 --causal --window 16,none --scale 0.5 --softcap 5"
         options += " --bias float32 --mask --alibi --seqlens --device A100 --kernel fa1_forward"
+        options += " --num-splits 3"
         assert main(["plan", *options.split()]) == 0
         assert got == {
             "seqlen_q": 100,
@@ -317,6 +318,7 @@ class TestPlan:
             "alibi": True,
             "seqlens": True,
             "device": "A100",
+            "num_splits": 3,
             "kernel": "fa1_forward",
         }
 

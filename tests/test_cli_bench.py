@@ -153,7 +153,7 @@ class TestCommand:
             ("--grid float64 --dtype float16", "contradict"),
             ("--rows head_dim", "expected KEY=VALUE"),
             ("--rows head_dim=63", "no row is left"),
-            ("--kernel fa3", "--kernel fa3: expected one of fa1_forward, forward_sm80"),
+            ("--kernel fa3", "--kernel fa3: expected one of fa1_forward, forward_simt"),
             ("--kernel host", "--kernel host"),
             ("--against fa3", "--against fa3: expected one of cudnn, fa2"),
             ("--rounds 0", "--rounds is 0"),

@@ -79,6 +79,7 @@ class TestRun:
         }
         np.savez("extra.npz", **extra)
         options = "--causal-top-left --window 20,none --scale -0.3 --softcap 4 --kernel host"
+        options += " --num-splits 1"
         for option in ("bias", "mask", "alibi", "seqlens"):
             options += f" --{option} extra.npz"
         assert main(["run", *QKV, *options.split(), *OUT]) == 0
@@ -177,6 +178,7 @@ class TestRun:
             (nothing, (*QKV, "--mask", "q.npy"), "mask.dtype is float32"),
             (nothing, (*QKV, "--bias", "q.npy"), "bias.shape is (2, 4, 33, 16)"),
             (nothing, (*QKV, "--kernel", "fa3"), "fa3"),
+            (nothing, (*QKV, "--device", "cpu", "--num-splits", "2"), "num_splits is 2"),
             (nothing, (*QKV, "--lse", "nowhere/lse.npy"), "there is no folder"),
             (nothing, (*QKV, "--lse", "./o.npy"), "expected two files"),
             (nothing, (*QKV, "--lse", "./k.npy"), "--lse ./k.npy: is an input too"),

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from paths import every_kernel, launches, normal, qkv, run_on_host_cuda
 
-from cupyflash import _arrays, _compile, _launch, _params, _sm80, _sm90, _tensormap, plan
+from cupyflash import _arrays, _compile, _launch, _params, _simt, _sm80, _sm90, _tensormap, plan
 from cupyflash._launch import MAX_GRID_X, merge_axes
 from cupyflash.testing import Problem, assert_attention_close
 
@@ -236,6 +236,7 @@ _SCHEDULE = ("bunch", "blocks", "heads", "counter")
 STRUCTS = {
     "fa1_forward": ("Fa1Params", _params.FA1_FIELDS, 0),
     "forward_sm80": ("Sm80Params", _sm80._FIELDS, 0),
+    "forward_simt": ("SimtParams", _simt._FIELDS, 0),
     "combine": ("CombineParams", _sm80._COMBINE_FIELDS, 0),
     "forward_sm90": (
         "Sm90Params",

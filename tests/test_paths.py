@@ -67,7 +67,8 @@ def test_limits_are_declined_and_nothing_else(kernel, problem):
 
 
 def test_what_every_way_takes_is_what_a_plan_can_choose():
-    assert {*KERNELS} == {
+    """But for Algorithm 1, which runs by name: it is no device's only answer."""
+    assert {*KERNELS} - {"fa1_forward"} == {
         plan(seqlen_q=4096, head_dim=64, heads_q=16, device=device).kernel
         for device in ("T4", "A100", "H200")
     }

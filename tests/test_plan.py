@@ -211,7 +211,7 @@ def test_traffic_is_that_of_the_plans_own_tiles():
         ({"kernel": ("fa1_forward",)}, TypeError, "plan: kernel is a tuple"),
         ({"kernel": "fa1_forward", "device": "cpu"}, ValueError, "'fa1_forward' runs on a GPU"),
         (
-            {"head_dim": 20_000},
+            {"head_dim": 20_000, "kernel": "fa1_forward"},
             ValueError,
             "can't hold one query and one key of head_dim 20000 and head_dim_v 20000 in the 232448",
         ),
@@ -239,6 +239,16 @@ def test_refusals(arguments, error, match):
 def test_settings_that_are_refused(settings, error, match):
     with pytest.raises(error, match=f"^{match}"):
         Algorithm1(**settings)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", [False, True])
+def test_the_papers_kernel_runs_by_name_only(dtype, mask):
+    for device in DEVICE_NAMES:
+        for head_dim in (1, 64, 256, 257, 1000, 5000):
+            sizes = {"seqlen_q": 1000, "head_dim": head_dim, "dtype": dtype, "mask": mask}
+            assert plan(**sizes, device=device).kernel != "fa1_forward"
+    assert fa1_plan(seqlen_q=1000, head_dim=1000, device="T4").kernel == "fa1_forward"
 
 
 # ---- the plan is what attention does -------------------------------------------------------------

@@ -258,7 +258,8 @@ def test_problems_move_to_cupy(problem):
     cupy = pytest.importorskip("cupy")
     moved = problem.on(cupy)
     for ours, theirs in zip(problem.qkv, moved.qkv, strict=True):
-        np.testing.assert_array_equal(theirs.get(), ours)
+        # Bytes: NaN differs from itself, and not every numpy knows bfloat16's.
+        assert theirs.get().tobytes() == ours.tobytes()
         if ours.size:
             assert theirs.strides == ours.strides
             assert theirs.data.ptr % 256 == ours.ctypes.data % 256
@@ -381,6 +382,67 @@ class TestNumbersBelowTheSmallestNormalOne:
         unit = max(float(ml_dtypes.finfo(dtype).eps), 1e-14 if dtype == np.float64 else 1e-6)
         with pytest.raises(AssertionError, match=r"^o: "):
             assert_attention_close(((o * (1 + 8 * unit)).astype(dtype), lse), expected)
+
+
+def tf32(x):
+    """float32 cut off to TF32's 11 bits."""
+    return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def scores_of_split_products(q, k, dropped=False):
+    """q k^T of float32 as forward_sm80 makes it, eight terms at a time, sums cut off to float32.
+
+    dropped: one of the two correcting products is left out.
+    """
+    high_q, high_k = (tf32(x) for x in (q, k))
+    low_q, low_k = (tf32((x - tf32(x)) * np.float32(1 + 2.4 / 4096)) for x in (q, k))
+
+    def added(sums, a, b):
+        exact = sums + a.astype(np.float64) @ b.astype(np.float64).swapaxes(-1, -2)
+        rounded = exact.astype(np.float32)
+        outward = np.abs(rounded.astype(np.float64)) > np.abs(exact)
+        return np.where(outward, np.nextafter(rounded, np.float32(0)), rounded)
+
+    main = np.zeros((*q.shape[:-1], k.shape[-2]), np.float32)
+    correction = main
+    for first in range(0, q.shape[-1], 8):
+        terms = (..., slice(first, first + 8))
+        if not dropped:
+            correction = added(correction, low_q[terms], high_k[terms])
+        correction = added(correction, high_q[terms], low_k[terms])
+        main = added(main, high_q[terms], high_k[terms])
+    return main + correction
+
+
+@pytest.mark.parametrize("keys", [1, 2, 8])
+@pytest.mark.parametrize("head_dim", [1, 8, 64, 128, 200, 256])
+@pytest.mark.parametrize("values", ["normal", "of one sign", "equal"])
+def test_split_products_pass_and_without_a_correction_they_do_not(values, head_dim, keys):
+    """A lone key's lse is its score: nothing averages what the products of it leave out."""
+    rng = np.random.default_rng((head_dim, keys))
+    caught = 0
+    for _ in range(50):
+        q, k, v = (rng.standard_normal((4, n, head_dim)) for n in (3, keys, keys))
+        if values == "of one sign":
+            q, k = 1 + q / 10, 1 + k / 10
+        elif values == "equal":
+            q, k = (np.broadcast_to(x[..., :1, :1], x.shape) for x in (q, k))
+        problem = Problem(*(np.ascontiguousarray(x, np.float32) for x in (q, k, v)))
+        for dropped in (False, True):
+            products = scores_of_split_products(*problem.qkv[:2], dropped).astype(np.float64)
+            s = products * head_dim**-0.5
+            p = np.exp(s - s.max(-1, keepdims=True))
+            o = p @ problem.v.astype(np.float64) / p.sum(-1, keepdims=True)
+            lse = s.max(-1) + np.log(p.sum(-1))
+            result = o.astype(np.float32), lse.astype(np.float32)
+            if dropped:
+                try:
+                    assert_attention_close(result, problem)
+                except AssertionError:
+                    caught += 1
+            else:
+                assert_attention_close(result, problem)
+    assert caught >= 45
 
 
 def test_message_names_the_worst_element_and_the_problem():

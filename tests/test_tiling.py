@@ -206,10 +206,10 @@ def test_the_table_lists_what_plans_ask_for():
     sizes = itertools.product(
         {device.architecture: device for device in devices.DEVICES.values()}.values(),
         DTYPES,
-        [(d, dv) for d in (8, 40, 64, 96, 128, 192, 256) for dv in (64, 128, d)],
+        [(d, dv) for d in (8, 40, 64, 96, 128, 192, 256, 300) for dv in (64, 128, d)],
         [(1, 600), (300, 300), (5000, 5000)],
         [{}, {"causal": True}, {"mask": True}, {"softcap": 5.0}, {"alibi": True, "causal": True}],
-        [None, "fa1_forward", "forward_sm80", "forward_sm90"],
+        [None, "fa1_forward", "forward_simt", "forward_sm80", "forward_sm90"],
     )
     asked = defaultdict(set)
     for device, dtype, (d, dv), (seqlen_q, seqlen_k), options, kernel in sizes:
@@ -236,7 +236,7 @@ def test_the_table_lists_what_plans_ask_for():
     assert asked == table
 
 
-@pytest.mark.parametrize("kernel", ["fa1_forward", "forward_sm80", "forward_sm90"])
+@pytest.mark.parametrize("kernel", ["fa1_forward", "forward_simt", "forward_sm80", "forward_sm90"])
 @pytest.mark.parametrize("seqlen_q", [1, 200])
 def test_launches_are_of_what_the_plan_asked_for(kernel, seqlen_q):
     table = {(name, options) for name, options, _ in tiling.specialisations()}
@@ -250,4 +250,5 @@ def test_launches_are_of_what_the_plan_asked_for(kernel, seqlen_q):
     assert (first.kernel, first.options, first.grid) == (kernel, asked.options, asked.grid)
     assert (first.block, first.smem_bytes) == (asked.block, asked.smem_bytes)
     assert {(r.kernel, r.options) for r in records} <= table
-    assert [r.kernel for r in records[1:]] == ["combine"] * (kernel == "forward_sm80")
+    divided = kernel in ("forward_simt", "forward_sm80")
+    assert [r.kernel for r in records[1:]] == ["combine"] * divided

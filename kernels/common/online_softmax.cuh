@@ -16,18 +16,21 @@ __device__ __forceinline__ float exp_nat(float x) {
 }
 __device__ __forceinline__ double exp_nat(double x) { return exp(x); }
 
+// Over a warp, or over each `width` neighbouring lanes of it.
+template <int width = kWarpSize>
 __device__ __forceinline__ acc warp_max(acc x) {
 #pragma unroll
-  for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2) {
+  for (int lanes = width / 2; lanes > 0; lanes /= 2) {
     const acc other = __shfl_xor_sync(kFullWarp, x, lanes);
     x = other > x ? other : x;
   }
   return x;
 }
 
+template <int width = kWarpSize>
 __device__ __forceinline__ acc warp_sum(acc x) {
 #pragma unroll
-  for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kFullWarp, x, lanes);
+  for (int lanes = width / 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kFullWarp, x, lanes);
   return x;
 }
 
