@@ -48,8 +48,8 @@ class Mutation:
 FA1, SIMT, SM80, SM90 = "fa1_forward", "forward_simt", "forward_sm80", "forward_sm90"
 _BARRIER = "        __syncthreads();"
 # In the loop over the tiles of one work.
-_WAIT_FOR_O = "          wgmma_wait<0>();\n          wgmma_use(O);\n"
-_RELEASE_V = "          release(shared_.V_empty[Turn<kStages>(tiles++).stage]);\n"
+_WAIT_FOR_O = "      wgmma_wait<0>();\n      wgmma_use(O);\n"
+_RELEASE_V = "      release(shared_.V_empty[Turn<kStages>(t).stage]);\n"
 
 MUTATIONS = (
     # Masks.
@@ -91,7 +91,14 @@ MUTATIONS = (
              "constexpr int kFold = 256;", "constexpr int kFold = 1 << 24;"),
     Mutation(SIMT, "a part of the sums over head_dim is lost", "forward_simt.cu",
              "folded ? sram.P[place] + S[r][n] : S[r][n]", "S[r][n]"),
-    Mutation(SM90, "O is not rescaled", "forward_sm90.cu", "scale_rows(O, keep);", ";"),
+    Mutation(SM90, "O is not rescaled", "forward_sm90.cu",
+             "if (__any_sync(kFullWarp, moved)) scale_rows(O, keep);", ";"),
+    Mutation(SM90, "O is not rescaled where a row has grown", "forward_sm90.cu",
+             "              scale_rows(O, keep);\n", ""),
+    Mutation(SM90, "rows do not grow", "common/fragment_softmax.cuh",
+             "grown[r] = sum[r] > kRoom;", "grown[r] = false;"),
+    Mutation(SM90, "scores are made again of the wrong columns", "common/warp_scores.cuh",
+             "k / 8 + 2 + lane / 16", "k / 8 + lane / 16"),
     Mutation(SM80, "parts are merged with equal weights", "combine.cu",
              "exp_nat(row_lse[s * params.rows] - base) / sum;", "acc(1) / acc(splits);"),
     Mutation(SM80, "sums of parts are added before all are there", "combine.cu",
@@ -120,7 +127,7 @@ MUTATIONS = (
              "shared.K_empty[turn.stage], turn.parity ^ 1",
              "shared.K_empty[turn.stage], turn.parity"),
     Mutation(SM90, "V_full is not waited for", "forward_sm90.cu",
-             "mbarrier_wait(shared_.V_full[V_turn.stage], V_turn.parity);", "", 0),
+             "mbarrier_wait(shared_.V_full[turn.stage], turn.parity);", ""),
     Mutation(SM90, "V_empty arrives before the product is complete", "forward_sm90.cu",
              _WAIT_FOR_O + _RELEASE_V, _RELEASE_V + _WAIT_FOR_O),
     Mutation(SM90, "S is used before it is complete", "forward_sm90.cu",
@@ -128,6 +135,8 @@ MUTATIONS = (
     Mutation(SM90, "K_empty expects one arrival too many", "forward_sm90.cu",
              "mbarrier_init(shared.K_empty[stage], kConsumerWarps);",
              "mbarrier_init(shared.K_empty[stage], kConsumerWarps + 1);"),
+    Mutation(SM90, "a tile that goes by is not given back", "forward_sm90.cu",
+             "        release(shared_.V_empty[Turn<kStages>(tiles).stage]);\n", ""),
     Mutation(SM90, "a work is given back before all lanes have read it", "forward_sm90.cu",
              "    __syncwarp();  // every lane has read it\n", ""),
     # Layouts.
@@ -147,7 +156,7 @@ MUTATIONS = (
     Mutation(SM80, "vectors of o are stored past its last column", "common/products_half.cuh",
              "if (vectors && column + 8 <= cols) {", "if (vectors) {"),
     Mutation(SM90, "rows past the last query are stored", "forward_sm90.cu",
-             "rows[r] = row() + 8 * r < work.rows ?", "rows[r] = row() + 8 * r < kBr ?"),
+             "return row() + 8 * r < work.rows ?", "return row() + 8 * r < kBr ?"),
     Mutation(FA1, "the last queries' tile is taken as whole", "fa1_forward.cu",
              "problem.seqlen_q - i0 < Br ? problem.seqlen_q - i0 : Br", "Br"),
     # What the CPU can't show: a fence between the generic and the asynchronous proxy.

@@ -87,6 +87,36 @@ def test_works_that_see_nothing_between_others(blocks):
     assert lse_again.tobytes() == lse.tobytes()
 
 
+@on_host_cuda
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_scores_that_grow_along_the_walk_of_the_keys(dtype):
+    """Some rows outgrow their first maximum by far, once or often, beside others that stay."""
+    rng = np.random.default_rng()
+    q, k, v = qkv(1, 2, 1, 130, 64, seqlen_k=1100, dtype=dtype)
+    strength = rng.choice([0, 0, 1, 30, 300, 3000], (130, 1))
+    trend = np.linspace(8, 0, 1100)[:, None]  # the last keys come first
+    direction = rng.standard_normal(64) / 8
+    q = (q * 0.5 + np.sqrt(8 * strength) * direction).astype(dtype)
+    k = (k * 0.5 + trend * direction).astype(dtype)
+    o, lse = run(q, k, v)
+    close((o, lse), attention_reference(q, k, v))
+    # A row is, to the bit, what it is beside others.
+    stays = np.flatnonzero(strength[:, 0] == 0)
+    other = q.copy()
+    other[:, :, strength[:, 0] > 0] = 0
+    again, _ = run(other, k, v)
+    assert again[:, :, stays].tobytes() == o[:, :, stays].tobytes()
+
+
+@on_host_cuda
+def test_queries_that_are_not_there_and_tiles_that_some_do_not_see():
+    """Consumers without queries, or above the diagonal of the last tiles, pass those tiles by."""
+    for seqlen_q, seqlen_k, options in ((70, 700, {}), (200, 500, {"causal": "top_left"})):
+        q, k, v = qkv(1, 3, 1, seqlen_q, 64, seqlen_k=seqlen_k, dtype=np.float16)
+        o, lse = run(q, k, v, blocks=2, schedules=True, **options)
+        close((o, lse), attention_reference(q, k, v, **options))
+
+
 def test_what_is_left_to_other_kernels():
     device = devices.named_device("H200")
 
