@@ -91,8 +91,8 @@ class Tiles:
 # begins. Wider tiles of keys mean fewer steps, each with its fixed cost, but more keys that are
 # masked in vain. Measured on an H200, bf16:
 #   head_dim 64    192 x 128: 558 TFLOP/s at 16,384 keys, 411 at 512 (128 x 128: 366) and 250
-#                  causal (240): a consumer passes by what it does not see. Four stages are up to 3 %
-#                  faster than two.
+#                  causal (240): a consumer passes by what it does not see. Four stages are up to
+#                  3 % faster than two.
 #   head_dim 128   176 keys are up to 8 % faster than 128 from 4,096 keys on, and up to 15 % slower
 #                  below.
 #   head_dim 256   512 keys are 8 tiles of 64, but 6.4 of 80: 478 and 465. Causal, 64 meet the
