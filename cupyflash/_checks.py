@@ -244,6 +244,21 @@ def softcap_number(function: str, softcap: float | None, dtype: np.dtype) -> flo
     return max(cap, low) if cap < high else 0.0
 
 
+def takes_tf32(function: str, precision: str | None, dtype: np.dtype) -> bool:
+    if precision is None or (isinstance(precision, str) and precision == "full"):
+        return False
+    wanted = "expected 'full', 'tf32' or None"
+    if not isinstance(precision, str):
+        raise TypeError(f"{function}: precision is a {type(precision).__name__}; {wanted}")
+    if precision != "tf32":
+        raise ValueError(f"{function}: precision is {precision!r}; {wanted}")
+    if dtype != np.float32:
+        raise ValueError(
+            f"{function}: precision 'tf32' is for float32, q.dtype is {dtype}; leave precision=None"
+        )
+    return True
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
 

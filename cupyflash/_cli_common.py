@@ -70,7 +70,7 @@ def add_split_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_mask_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that plan and run share: causal, window and softcap."""
+    """Add the options that plan and run share: causal, window, softcap and precision."""
     causal = parser.add_mutually_exclusive_group()
     causal.add_argument(
         "--causal",
@@ -93,6 +93,11 @@ def add_mask_options(parser: argparse.ArgumentParser) -> None:
         help="keys that a query sees to its left and right; 'none' is no limit, as in 128,none",
     )
     parser.add_argument("--softcap", type=float, metavar="C", help="C * tanh(s / C) of each score")
+    parser.add_argument(
+        "--precision",
+        choices=("full", "tf32"),
+        help="tf32: faster products of float32, with an error of about 5e-4",
+    )
 
 
 def window(text: str) -> tuple[int | None, int | None]:

@@ -88,6 +88,7 @@ def command(args: argparse.Namespace) -> None:
             mask=args.mask,
             alibi=args.alibi,
             seqlens=args.seqlens,
+            precision=args.precision,
             device=int(args.device) if (args.device or "").isdecimal() else args.device,
             num_splits=args.num_splits,
             kernel=_kernel(args),

@@ -95,6 +95,7 @@ def command(args: argparse.Namespace) -> None:
         "window": args.window,
         "softmax_scale": args.scale,
         "softcap": args.softcap,
+        "precision": args.precision,
     }
     try:
         if cupy:

@@ -168,6 +168,8 @@ def _options(problem: AttentionProblem) -> list[str]:
         names.append(f"softcap {problem.softcap:g}")
     if problem.bias_dtype is not None:
         names.append(f"bias {problem.bias_dtype.name}")
+    if problem.tf32:
+        names.append("TF32 products")
     for name in ("mask", "alibi", "seqlens"):
         if getattr(problem, f"has_{name}"):
             names.append(name)

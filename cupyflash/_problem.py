@@ -49,6 +49,7 @@ class AttentionProblem:
     has_mask: bool = False
     has_alibi: bool = False
     has_seqlens: bool = False
+    tf32: bool = False  # products of float32 may be TF32 ones
     flat: bool = False  # q, k and v were 2-D: the result has no head axis
     q: Any = dataclasses.field(default=None, compare=False, repr=False)
     k: Any = dataclasses.field(default=None, compare=False, repr=False)
@@ -121,6 +122,7 @@ def from_arrays(
     mask: Any = None,
     alibi_slopes: Any = None,
     seqlens_k: Any = None,
+    precision: str | None = None,
 ) -> AttentionProblem:
     """Validate the arguments of ``function`` (a public name, for messages) and canonicalise them.
 
@@ -180,6 +182,7 @@ def from_arrays(
         head_dim_v=head_dim_v,
         softmax_scale=_checks.scale_number(function, softmax_scale, head_dim, dtype),
         softcap=_checks.softcap_number(function, softcap, dtype),
+        tf32=_checks.takes_tf32(function, precision, dtype),
         window_left=window_left,
         window_right=window_right,
         top_left=top_left,
@@ -217,6 +220,7 @@ def from_sizes(
     mask: bool = False,
     alibi: bool = False,
     seqlens: bool = False,
+    precision: str | None = None,
 ) -> AttentionProblem:
     """The problem that arrays of these sizes would pose; for questions without arrays."""
     asked = dtype
@@ -261,6 +265,7 @@ def from_sizes(
         **sizes,
         softmax_scale=_checks.scale_number(function, softmax_scale, sizes["head_dim"], dtype),
         softcap=_checks.softcap_number(function, softcap, dtype),
+        tf32=_checks.takes_tf32(function, precision, dtype),
         window_left=window_left,
         window_right=window_right,
         top_left=top_left,

@@ -27,6 +27,7 @@ def attention(
     seqlens_k: Any = None,
     return_lse: bool = False,
     out: Any = None,
+    precision: str | None = None,
     num_splits: int | None = None,
     kernel: str | Algorithm1 | None = None,
 ) -> Any:
@@ -84,6 +85,11 @@ def attention(
     out : array, optional
         Where to write the output: its shape and dtype, any strides, no element twice, no memory
         shared with an input. On a GPU its elements lie at multiples of their size.
+    precision : {None, "full", "tf32"}, default None
+        "tf32" bounds the error of float32 products by that of TF32, operands of 11 bits, and lets
+        ``forward_sm80`` use one such product for each: 4.4e-4 relative to float64 on normal
+        numbers, in half the time. Other kernels compute at full precision, and so does the host.
+        None is "full".
     num_splits : int, optional
         Parts of the keys, up to 128, that thread blocks of "forward_sm80" or "forward_simt" work on
         side by side and whose results are merged. By default the plan chooses by how many blocks
@@ -142,7 +148,16 @@ def attention(
     """
     arrays = (q, k, v, bias, mask, alibi_slopes, seqlens_k)
     key, addresses = _call.signature(
-        arrays, out, window, kernel, causal, softmax_scale, softcap, return_lse, num_splits
+        arrays,
+        out,
+        window,
+        kernel,
+        causal,
+        softmax_scale,
+        softcap,
+        return_lse,
+        num_splits,
+        precision,
     )
     if key is not None and (call := _call.find(key)) is not None:
         o, lse = call(arrays, addresses, out)
@@ -164,6 +179,7 @@ def attention(
         mask=mask,
         alibi_slopes=alibi_slopes,
         seqlens_k=seqlens_k,
+        precision=precision,
     )
     if out is not None:
         _problem.check_out("attention", problem, out)

@@ -178,6 +178,7 @@ def plan(
     mask: bool = False,
     alibi: bool = False,
     seqlens: bool = False,
+    precision: str | None = None,
     device: str | int | Device | None = None,
     num_splits: int | None = None,
     kernel: str | Algorithm1 | None = None,
@@ -203,6 +204,8 @@ def plan(
         Plan for a bias of this dtype.
     mask, alibi, seqlens : bool
         Plan for a mask, ALiBi slopes, lengths of the keys in use.
+    precision : {None, "full", "tf32"}
+        As for ``attention``.
     device : str, int or Device, optional
         "cpu", the name of a GPU ("H200", "RTX 4090", ...), the number of a GPU that is there, or
         a Device. Default: GPU 0 if CuPy and a GPU are there, else "cpu".
@@ -246,6 +249,7 @@ def plan(
         mask=mask,
         alibi=alibi,
         seqlens=seqlens,
+        precision=precision,
     )
     tma = _sm90.takes_arrays(problem)
     return _plan("plan", problem, _device(device), kernel, num_splits, tma)

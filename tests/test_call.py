@@ -35,7 +35,7 @@ def sign(monkeypatch):
         k, v = q if k is None else k, q if v is None else v
         arrays = (q, k, v, *(options.pop(name, None) for name in _problem.ARRAYS[3:]))
         special = [options.pop(name, None) for name in ("out", "window", "kernel")]
-        names = ("causal", "softmax_scale", "softcap", "return_lse", "num_splits")
+        names = ("causal", "softmax_scale", "softcap", "return_lse", "num_splits", "precision")
         plain = [options.pop(name, False if name == "causal" else None) for name in names]
         assert not options
         return _call.signature(arrays, *special, *plain)[0]
@@ -68,6 +68,7 @@ class TestSignature:
             {"softmax_scale": 1.0},
             {"softmax_scale": True},
             {"softcap": 1.0},
+            {"precision": "tf32"},
             {"return_lse": True},
             {"return_lse": 1},
             {"num_splits": 1},

@@ -297,6 +297,7 @@ class TestPlan:
         monkeypatch.setattr(_cli_plan, "plan", lambda **arguments: got.update(arguments))
         options = "--seqlen 100 --seqlen-k 300 --head-dim 64 --head-dim-v 32 --batch 2 --heads 8/4"
         options += " --dtype bfloat16 --causal --window 16,none --scale 0.5 --softcap 5"
+        options += " --precision full"
         options += " --bias float32 --mask --alibi --seqlens --device A100 --kernel fa1_forward"
         options += " --num-splits 3"
         assert main(["plan", *options.split()]) == 0
@@ -313,6 +314,7 @@ class TestPlan:
             "window": (16, None),
             "softmax_scale": 0.5,
             "softcap": 5.0,
+            "precision": "full",
             "bias_dtype": "float32",
             "mask": True,
             "alibi": True,

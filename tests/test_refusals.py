@@ -98,6 +98,7 @@ REFUSED_VALUES = {
     "softcap 0": ({"softcap": 0.0}, "softcap is 0.0; expected a finite positive number"),
     "softcap negative": ({"softcap": -3}, "softcap is -3.0"),
     "softcap NaN": ({"softcap": math.nan}, "softcap is nan"),
+    "precision unknown": ({"precision": "fast"}, "precision is 'fast'; expected 'full', 'tf32'"),
     "softcap inf": ({"softcap": math.inf}, "softcap is inf"),
     "window left": (
         {"window": (-2, 0)},
@@ -177,6 +178,7 @@ REFUSED_TYPES = {
     "scale of a word": ({"softmax_scale": "0.5"}, "softmax_scale is a str"),
     "scale complex": ({"softmax_scale": 1j}, "softmax_scale is a complex"),
     "scale of rank 1": ({"softmax_scale": zeros(1) + 1}, "softmax_scale is a ndarray"),
+    "precision of a number": ({"precision": 32}, "precision is a int; expected 'full', 'tf32'"),
     "softcap of a word": ({"softcap": "50"}, "softcap is a str; expected a real number"),
     "window of one number": ({"window": 3}, r"window is 3; expected \(left, right\)"),
     "window of three": ({"window": (1, 2, 3)}, r"window is \(1, 2, 3\); expected \(left, right\)"),
