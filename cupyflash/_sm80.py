@@ -18,6 +18,7 @@ KERNEL = "forward_sm80"
 COMBINE = "combine"
 _VECTOR = 16  # bytes of the widest access
 _ROW_LINE = 128  # bytes that a row of a tile in shared memory is padded to
+_STATIC_SMEM = 128  # bytes that a block has beside its tiles, at most
 _MAX_LENGTH = 2**29  # of sequences, so that sums of positions are 32-bit numbers
 _MAX_HEADS = 2**32
 # Compute capabilities whose float64 is an afterthought.
@@ -31,7 +32,8 @@ _PROBLEM = tuple(f"problem.{name}" for name in _params.PROBLEM_FIELDS)
 _FIELDS = (
     *_PROBLEM,
     *("O", "lse", "first_head", "heads", "pack", "bunch", "splits", "slices"),
-    *("q_vectors", "k_vectors", "v_vectors", "o_vectors", "pairs"),
+    *("q_vectors", "k_vectors", "v_vectors", "o_vectors", "bias_vectors"),
+    "mask_vectors",
 )
 _ARGUMENTS = tuple(f"problem.{name}.data" for name in ARRAYS)
 _COMBINE_FIELDS = (*_PROBLEM, "O", "lse", "rows", "splits", "team")
@@ -44,7 +46,8 @@ class Tiles:
 
     ``head_dim`` and ``head_dim_v`` are columns of tiles; arrays may have fewer, and more of V's are
     cut into slices. ``blocks`` of its thread blocks are to share a multiprocessor, which bounds
-    their registers.
+    their registers. ``bias_bytes`` and ``mask_bytes`` of a score, where a call has them, lie in
+    shared memory beside the tiles; a build serves any. ``tf32``: float32 by one TF32 product.
     """
 
     head_dim: int
@@ -55,6 +58,9 @@ class Tiles:
     stages: int
     blocks: int
     itemsize: int
+    bias_bytes: int = 0
+    mask_bytes: int = 0
+    tf32: bool = False
 
     @property
     def threads(self) -> int:
@@ -63,13 +69,20 @@ class Tiles:
 
     @property
     def smem_bytes(self) -> int:
-        """Q, and ``stages`` of K and V; rows are padded to whole lines."""
+        """Q, ``stages`` of K and V, and the tile of bias and mask that is loaded ahead.
+
+        Rows of Q, K and V are padded to whole lines. Beside a mask there are the sets of keys that
+        it shows of two tiles: a word for 32 of a lane's scores each.
+        """
         d, dv = (round_up(n * self.itemsize, _ROW_LINE) for n in (self.head_dim, self.head_dim_v))
-        return self.Br * d + self.stages * self.Bc * (d + dv)
+        scores = self.Br * self.Bc * (self.bias_bytes + self.mask_bytes)
+        sets = 2 * 4 * self.threads * (self.Br // (16 * self.warps)) if self.mask_bytes else 0
+        return self.Br * d + self.stages * self.Bc * (d + dv) + scores + sets
 
     def fits(self, device: Device) -> bool:
         """Whether ``blocks`` of them find room on a multiprocessor."""
-        return device.resident_blocks(self.threads, 32, self.smem_bytes) >= self.blocks
+        smem_bytes = self.smem_bytes + _STATIC_SMEM
+        return device.resident_blocks(self.threads, 32, smem_bytes) >= self.blocks
 
     def options(self, dtype: str, general: bool) -> tuple[str, ...]:
         """The -D macros of the specialisation."""
@@ -83,6 +96,7 @@ class Tiles:
             f"-DCUPYFLASH_STAGES={self.stages}",
             f"-DCUPYFLASH_WARPS={self.warps}",
             f"-DCUPYFLASH_BLOCKS={self.blocks}",
+            *(("-DCUPYFLASH_TF32=1",) if self.tf32 else ()),
         )
 
 
@@ -99,15 +113,18 @@ _SLICE_LIMIT = {2: 256, 4: 128, 8: 128}  # more columns of O would not fit the r
 #             16 queries: 290 and 270.
 #   float32   32 queries to 64 columns: in an earlier form 62 TFLOP/s, 16 queries 56. Then O leaves
 #             room for 16.
-#   float64   the products are slow: shared memory is never the limit, its size is.
+#   float64   at 128 columns shared memory takes as long as Q K^T does; reading Q once for 24 keys
+#             gains 5 % over 16.
+#   general   as plain ones; 96 keys are no power of two, which the tiles of bias and mask want, and
+#             more keys or wider elements leave no registers.
 _TABLE = {
     (2, 64, "plain"): ((128, 4, 96, 2, 2), (128, 4, 64, 2, 2), (128, 4, 32, 2, 2)),
     (2, 128, "plain"): ((128, 4, 64, 2, 2), (128, 4, 32, 2, 2), (128, 4, 32, 2, 1)),
     (2, 256, "plain"): ((128, 8, 64, 2, 1), (128, 8, 32, 2, 1), (64, 4, 32, 2, 1)),
     (2, 128, "short"): ((64, 4, 64, 2, 2), (64, 4, 32, 2, 2)),
     (2, 256, "short"): ((64, 4, 32, 2, 1),),
-    (2, 128, "general"): ((64, 4, 64, 2, 2), (64, 4, 32, 2, 2)),
-    (2, 256, "general"): ((128, 8, 32, 2, 1), (64, 4, 32, 2, 1)),
+    (2, 128, "general"): ((128, 4, 64, 2, 2), (128, 4, 32, 2, 2), (128, 4, 32, 2, 1)),
+    (2, 256, "general"): ((128, 8, 32, 2, 1), (64, 4, 32, 2, 1), (64, 4, 16, 2, 1)),
     (4, 64, "plain"): ((128, 4, 32, 2, 2), (64, 4, 32, 2, 2), (64, 4, 32, 2, 1)),
     (4, 128, "plain"): ((128, 8, 32, 2, 1), (64, 4, 32, 2, 1)),
     (4, 256, "plain"): ((64, 4, 16, 2, 1), (32, 2, 16, 2, 1)),
@@ -115,7 +132,12 @@ _TABLE = {
     (4, 64, "general"): ((64, 4, 32, 2, 2), (64, 4, 32, 2, 1)),
     (4, 128, "general"): ((64, 4, 16, 2, 2), (64, 4, 16, 2, 1)),
     (8, 64, "plain"): ((128, 8, 32, 2, 1), (64, 4, 16, 2, 1)),
-    (8, 128, "plain"): ((128, 8, 16, 2, 1), (64, 4, 16, 2, 1), (32, 2, 16, 2, 1)),
+    (8, 128, "plain"): (
+        (128, 8, 24, 2, 1),
+        (128, 8, 16, 2, 1),
+        (64, 4, 16, 2, 1),
+        (32, 2, 16, 2, 1),
+    ),
     (8, 256, "plain"): ((64, 4, 16, 2, 1), (32, 2, 16, 2, 1), (16, 1, 8, 2, 1)),
     (8, 128, "general"): ((128, 8, 8, 2, 1), (64, 4, 8, 2, 1), (32, 2, 8, 2, 1)),
     (8, 256, "general"): ((64, 4, 8, 2, 1), (32, 2, 8, 2, 1), (16, 1, 8, 2, 1)),
@@ -146,7 +168,9 @@ def _bucket(columns: int) -> int:
     return next(bucket for bucket in _BUCKETS if columns <= bucket)
 
 
-def _candidates(itemsize: int, d: int, dv: int, kind: str) -> Iterator[Tiles]:
+def _candidates(
+    itemsize: int, d: int, dv: int, kind: str, bias_bytes: int = 0, mask_bytes: int = 0
+) -> Iterator[Tiles]:
     limits = sorted({limit for size, limit, _ in _TABLE if size == itemsize})
     fitting = [limit for limit in limits if max(d, dv) <= limit]
     # A kind without a row of its own is run as a plain call.
@@ -157,7 +181,7 @@ def _candidates(itemsize: int, d: int, dv: int, kind: str) -> Iterator[Tiles]:
         if (itemsize, limit, name) in _TABLE and (name == "plain" or limit <= 128 or d > 128)
     )
     for row in rows:
-        yield Tiles(d, dv, *row, itemsize)
+        yield Tiles(d, dv, *row, itemsize, bias_bytes, mask_bytes)
 
 
 def tiles_for(problem: AttentionProblem, device: Device) -> Tiles | None:
@@ -169,9 +193,10 @@ def tiles_for(problem: AttentionProblem, device: Device) -> Tiles | None:
     elif problem.seqlen_q * pack(problem) <= _SHORT_ROWS:
         kind = "short"
     d, dv = buckets(itemsize, problem.head_dim, problem.head_dim_v)
-    for tiles in _candidates(itemsize, d, dv, kind):
+    bias_bytes = problem.bias_dtype.itemsize if problem.bias_dtype is not None else 0
+    for tiles in _candidates(itemsize, d, dv, kind, bias_bytes, int(problem.has_mask)):
         if tiles.fits(device):
-            return tiles
+            return dataclasses.replace(tiles, tf32=problem.tf32)
     return None
 
 
@@ -289,8 +314,9 @@ def records(
             values["O"] = xp.empty((work.splits, batch, *rows, problem.head_dim_v), acc)
             values["lse"] = xp.empty((work.splits, batch, *rows), acc)
         numbers = {"pack": work.pack, "bunch": work.bunch, "splits": work.splits}
-        numbers |= {"slices": work.slices, "pairs": int(_pairs(views))}
-        numbers |= {f"{name}_vectors": int(_vectors(name, views)) for name in "qkvo"}
+        numbers |= {"slices": work.slices}
+        for name in (*"qkvo", "bias", "mask"):
+            numbers[f"{name}_vectors"] = int(_vectors(name, views))
         numbers = {name: value for name, value in numbers.items() if name in fields}
         heads = batch * problem.heads_q // work.pack
         at_once = max(1, _launch.MAX_GRID_X // work.blocks_a_head)
@@ -357,18 +383,10 @@ def _steps(name: str, views: dict[str, Any]) -> list[int]:
 
 def _vectors(name: str, views: dict[str, Any]) -> bool:
     """Whether rows can be accessed 16 bytes at a time: contiguous, all of them aligned."""
+    if f"{name}.data" not in views:
+        return False
     contiguous = views[f"{name}.col"] == 1 or views[f"{name}.data"][0].shape[-1] == 1
     return contiguous and not any(step % _VECTOR for step in _steps(name, views))
-
-
-def _pairs(views: dict[str, Any]) -> bool:
-    """Whether the rows of bias and mask can be read two neighbours at a time."""
-    for name in ("bias", "mask"):
-        if f"{name}.data" in views:
-            pair = 2 * views[f"{name}.data"][0].dtype.itemsize
-            if views[f"{name}.col"] != 1 or any(step % pair for step in _steps(name, views)):
-                return False
-    return True
 
 
 def specialisations() -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
@@ -382,12 +400,21 @@ def specialisations() -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
             if dv > _SLICE_LIMIT[itemsize]:
                 continue
             device = devices.architecture_device(architecture)
-            candidates = _candidates(itemsize, d, dv, kind)
-            tiles = next((t for t in candidates if t.fits(device)), None)
-            if tiles is not None:
-                found = wanted.setdefault((tiles, kind == "general"), [])
-                found += [] if architecture in found else [architecture]
+            extras = (
+                {(b, m) for b in (0, itemsize, 4) for m in (0, 1)}
+                if kind == "general"
+                else {(0, 0)}
+            )
+            for extra in sorted(extras):
+                candidates = _candidates(itemsize, d, dv, kind, *extra)
+                tiles = next((t for t in candidates if t.fits(device)), None)
+                if tiles is not None:
+                    build = dataclasses.replace(tiles, bias_bytes=0, mask_bytes=0)
+                    found = wanted.setdefault((build, kind == "general"), [])
+                    found += [] if architecture in found else [architecture]
         for (tiles, general), architectures in wanted.items():
-            yield KERNEL, tiles.options(dtype, general), tuple(architectures)
+            for tf32 in (False, True)[: 2 if dtype == "float32" else 1]:
+                build = dataclasses.replace(tiles, tf32=tf32)
+                yield KERNEL, build.options(dtype, general), tuple(architectures)
         # forward_simt divides its keys too.
         yield COMBINE, combine_options(dtype), ("sm_70", "sm_75", *_ARCHITECTURES)

@@ -279,8 +279,7 @@ def spill_bytes_allowed(kernel: str, architecture: str) -> int:
     fa1_forward's 512 threads have 128 registers each and its products fill them; what ptxas puts
     to local memory are the numbers of the step (i, j), read once a step. The loops of the products
     hold no access to local memory (read in the SASS for sm_90a, sm_100 and sm_120). Volta has no
-    uniform registers, so that what is the same for all lanes takes ordinary ones. forward_sm80
-    spills 36 bytes at most by NVRTC 13.5, in 15 of its 384 builds, and up to 72 by 13.0 and 12.9.
+    uniform registers, so that what is the same for all lanes takes ordinary ones.
 
     Parameters
     ----------
@@ -294,8 +293,6 @@ def spill_bytes_allowed(kernel: str, architecture: str) -> int:
     int
         0 for all other kernels.
     """
-    if kernel == "forward_sm80":
-        return 80
     if kernel != "fa1_forward":
         return 0
     return 160 if architecture == "sm_70" else 48

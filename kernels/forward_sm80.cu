@@ -15,7 +15,7 @@
 //            one barrier makes everybody's visible and says that all have left tile j - 1, whose
 //            buffer the copies of tile j + kStages - 1 then take. Without it, a fast warp would
 //            load over what a slow one reads, and read what another has not loaded yet.
-// SRAM       Q_i and kStages times K_j and V_j.
+// SRAM       Q_i and kStages times K_j and V_j; bias and mask of a tile, where they are there.
 // Products   products_half.cuh (16-bit: ldmatrix, m16n8k16) and products_wide.cuh (float32 as three
 //            TF32 products, float64): their operands come differently, the rest is one text.
 // Rounding   ex2.approx and, for softcap of 16-bit elements, tanh.approx.
@@ -50,8 +50,13 @@ struct Sm80Params {
   int64 k_vectors;
   int64 v_vectors;
   int64 o_vectors;
-  int64 pairs;  // 1: bias and mask may be read two keys at a time
+  int64 bias_vectors;
+  int64 mask_vectors;
 };
+
+// Whether what leads from one tile of keys to the next stays in registers. Elsewhere there are none
+// left for it.
+constexpr bool kKeepsLoaders = !kGeneral && sizeof(element) != 4;
 
 // What one thread block does. Works that share keys are neighbours in time, so that K and V come
 // from the L2 cache: heads are walked in bunches whose K and V fit there, the last queries of all
@@ -121,75 +126,131 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
   const int d = static_cast<int>(problem.head_dim);
   const int dv0 = work.slice * kHeadDimV;
   const int dv = within(problem.head_dim_v - dv0, kHeadDimV);
-
-  // Keys that some row of the tile sees by position, in tiles of which this work has its part.
-  const int keys_begin = band.first(rows.first());
-  const int keys_end = band.end(rows.last());
-  int begin = keys_begin / kBc;
-  int end = keys_end > keys_begin ? ceil_div(keys_end, kBc) : begin;
-  if (params.splits > 1) {
-    const int part = ceil_div(end - begin, static_cast<int>(params.splits));
-    begin += work.split * part;
-    end = begin + part < end ? begin + part : end;
-  }
-  // Keys that every row sees.
-  const int plain_begin = band.first(rows.last());
-  const int plain_end = band.end(rows.first());
+  const KeyBounds keys(rows, band, work.split, static_cast<int>(params.splits));
 
   const element* const Q = static_cast<const element*>(problem.q.data) +
                            at.offset(problem.q, at.head_q) + rows.i0 * problem.q.row;
-  const element* const K = static_cast<const element*>(problem.k.data) +
-                           at.offset(problem.k, at.head_k) + begin * kBc * problem.k.row;
+  const element* const K =
+      static_cast<const element*>(problem.k.data) + at.offset(problem.k, at.head_k);
   const element* const V = static_cast<const element*>(problem.v.data) +
-                           at.offset(problem.v, at.head_k) + begin * kBc * problem.v.row +
-                           dv0 * problem.v.col;
+                           at.offset(problem.v, at.head_k) + dv0 * problem.v.col;
   load_queries<QTile>(Q_smem, Q, rows, problem.q, params.q_vectors, d);
-  KeyLoader<KTile> K_loader(problem.k, K, d, params.k_vectors);
-  KeyLoader<VTile> V_loader(problem.v, V, dv, params.v_vectors);
-  const bool whole = K_loader.whole() && V_loader.whole();
-  const auto load_keys = [&](int j, int stage) {
-    const int j0 = j * kBc;
-    if (whole && j < end && j0 >= keys_begin && j0 + kBc <= keys_end) {
-      K_loader.next_whole(K_smem[stage]);
-      V_loader.next_whole(V_smem[stage]);
-    } else if (j < end) {
-      K_loader.next(K_smem[stage], keys_begin - j0, keys_end - j0);
-      V_loader.next(V_smem[stage], keys_begin - j0, keys_end - j0);
-    }
-    cp_async_commit();
-  };
-
   Products products(Q_smem);
-  const ScoreChanges changes(problem, at, params.pairs);
-  const auto scale = [&] { return static_cast<acc>(kGeneral ? 1.0 : fabs(problem.softmax_scale)); };
+  __shared__ ScoreChanges::Shared shared;
+  const ScoreChanges changes(
+      problem, shared, params.bias_vectors, params.mask_vectors,
+      shared_memory + QTile::kBytes + kStages * sizeof(KBuffer) + kStages * sizeof(VBuffer));
+  // Of the scores that softmax takes. Products are scaled there if nothing else happens to them.
+  const auto in_nats = [&] { return kGeneral && changes.in_nats(); };
+  const auto scale = [&] {
+    return static_cast<acc>(in_nats() ? 1.0 : fabs(problem.softmax_scale));
+  };
   TileSoftmax softmax(scale());
   acc O[kFragments][Products::kColumnTiles][4] = {};
   // Warps past the last row have nothing to compute.
-  const bool busy = static_cast<int>(threadIdx.x) / kWarpSize * kWarpRows < rows.rows;
+  const auto works_on = [](const QueryRows& rows) {
+    return static_cast<int>(threadIdx.x) / kWarpSize * kWarpRows < rows.rows;
+  };
+  const bool busy = works_on(rows);
 
-#pragma unroll
-  for (int stage = 0; stage < kStages - 1; ++stage) load_keys(begin + stage, stage);
-#pragma unroll 1
-  for (int j = begin, stage = 0; j < end; ++j) {
-    cp_async_wait<kStages - 2>();
-    __syncthreads();  // tile j is there, and tile j - 1 is no longer read
-    load_keys(j + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
-    if (busy) {
-      if (j == begin) products.take_q(!kGeneral && problem.softmax_scale < 0);
+  if (threadIdx.x == 0) {
+    shared.rows = rows;
+    shared.band = band;
+    shared.keys = keys;
+    shared.K = K;
+    shared.V = V;
+    shared.dv = dv;
+    if constexpr (kGeneral) shared.set(problem, at);
+  }
+  // Seen by all from the first barrier on; who needs it before has one more.
+  if constexpr (!kKeepsLoaders) __syncthreads();
+  // Starts to load tile j, if there is one. What leads there is found out anew.
+  const auto load_tile = [&](int j, int stage) {
+    if (j < shared.keys.end) {
       const int j0 = j * kBc;
-      unsigned seen = kAllSeen;
-      acc S[kFragments][kKeyTiles][4];
-      products.scores(S, K_smem[stage]);
-      if constexpr (kGeneral) {
-        seen = changes.apply(S, rows, band, j0);
+      const int begin = shared.keys.keys_begin - j0;
+      const int end = shared.keys.keys_end - j0;
+      const int thread = pin(threadIdx.x);
+      KeyLoader<KTile>(problem.k, shared.K + j0 * problem.k.row, d, params.k_vectors, thread)
+          .load(K_smem[stage], begin, end, thread);
+      KeyLoader<VTile>(problem.v, shared.V + j0 * problem.v.row, shared.dv, params.v_vectors,
+                       thread)
+          .load(V_smem[stage], begin, end, thread);
+    }
+    cp_async_commit();
+  };
+  if constexpr (kGeneral) {
+    // As below, but that bias and mask are loaded too, and that tiles may be left out. One step
+    // before the first tile finds that tile and starts to load it.
+    changes.load_mask(keys.begin);
+    cp_async_commit();
+#pragma unroll 1
+    for (int j = keys.begin - 1, next = 0, stage = 0; j < shared.keys.end; j = next) {
+      cp_async_wait<0>();
+      next = changes.next(j + 1, stage);  // the barrier of a step
+      load_tile(next, stage);
+      stage ^= 1;
+      if (!works_on(shared.rows)) continue;
+      const bool begun = j >= shared.keys.begin;
+      unsigned seen = kLaneKeys;
+      acc S[kFragments][kKeyTiles][4] = {};
+      if (begun) {
+        products.scores(S, K_smem[stage]);
+        seen = changes.apply(S, j * kBc, stage);
       } else {
-        if (j0 < plain_begin || j0 + kBc > plain_end) hide_by_position(S, rows, band, j0);
+        products.take_q(!changes.in_nats() && problem.softmax_scale < 0);
       }
+      if (next < shared.keys.end) changes.load_bias(next);
+      cp_async_commit();
+      if (!begun) continue;
       softmax.settle(S, O);
       softmax.weigh(S);
-      products.accumulate(O, S, V_smem[stage], seen);
+      if (__all_sync(kFullWarp, seen == kLaneKeys)) {
+        products.accumulate<true>(O, S, V_smem[stage], seen);
+      } else {
+        products.accumulate<false>(O, S, V_smem[stage], seen);
+      }
     }
-    stage = stage == kStages - 1 ? 0 : stage + 1;
+  } else {
+    const int64 first_key = keys.begin * kBc;
+    KeyLoader<KTile> K_loader(problem.k, K + first_key * problem.k.row, d, params.k_vectors,
+                              threadIdx.x);
+    KeyLoader<VTile> V_loader(problem.v, V + first_key * problem.v.row, dv, params.v_vectors,
+                              threadIdx.x);
+    const bool whole = K_loader.whole() && V_loader.whole();
+    const auto load_keys = [&](int j, int stage) {
+      const int j0 = j * kBc;
+      if constexpr (!kKeepsLoaders) return load_tile(j, stage);
+      if (whole && j < keys.end && keys.whole(j0)) {
+        const int thread = pin(threadIdx.x);  // addresses in the tiles are found out anew
+        K_loader.next_whole(K_smem[stage], thread);
+        V_loader.next_whole(V_smem[stage], thread);
+      } else if (j < keys.end) {
+        K_loader.next(K_smem[stage], keys.keys_begin - j0, keys.keys_end - j0);
+        V_loader.next(V_smem[stage], keys.keys_begin - j0, keys.keys_end - j0);
+      }
+      cp_async_commit();
+    };
+#pragma unroll
+    for (int stage = 0; stage < kStages - 1; ++stage) load_keys(keys.begin + stage, stage);
+#pragma unroll 1
+    for (int j = keys.begin, stage = 0; j < keys.end; ++j) {
+      cp_async_wait<kStages - 2>();
+      __syncthreads();  // tile j is there, and tile j - 1 is no longer read
+      load_keys(j + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
+      if (busy) {
+        if (j == keys.begin) products.take_q(problem.softmax_scale < 0);
+        const int j0 = j * kBc;
+        acc S[kFragments][kKeyTiles][4];
+        products.scores(S, K_smem[stage]);
+        const KeyBounds& bounds = sizeof(element) == 8 ? keys : shared.keys;
+        if (!bounds.plain(j0)) hide_by_position(S, shared.rows, shared.band, j0);
+        softmax.settle(S, O);
+        softmax.weigh(S);
+        products.accumulate<true>(O, S, V_smem[stage], kLaneKeys);
+      }
+      stage = stage == kStages - 1 ? 0 : stage + 1;
+    }
   }
 
   // Where each row goes: to the result, or, being one part of several, to the workspace. Found out

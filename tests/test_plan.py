@@ -71,6 +71,11 @@ def test_prints_its_options_and_hides_what_is_not_there():
         "causal (top left), window (3, 0), softcap 2, bias float32, mask, alibi, seqlens"
     )
     assert table(fa1_plan(seqlen_q=64, head_dim=8, device="T4"))["options"] == "none"
+    tf32 = plan(seqlen_q=64, head_dim=8, dtype="float32", precision="tf32", device="A100")
+    assert table(tf32)["options"] == "TF32 products"
+    assert "-DCUPYFLASH_TF32=1" in tf32.options
+    with pytest.raises(ValueError, match="precision 'tf32' is for float32, q"):
+        plan(seqlen_q=64, head_dim=8, dtype="float64", precision="tf32", device="A100")
     host = table(plan(seqlen_q=64, head_dim=8, device="cpu"))
     assert "M" not in host
     assert host["device"] == "cpu: numpy, tiled, products through BLAS"

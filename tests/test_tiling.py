@@ -208,11 +208,19 @@ def test_the_table_lists_what_plans_ask_for():
         DTYPES,
         [(d, dv) for d in (8, 40, 64, 96, 128, 192, 256, 300) for dv in (64, 128, d)],
         [(1, 600), (300, 300), (5000, 5000)],
-        [{}, {"causal": True}, {"mask": True}, {"softcap": 5.0}, {"alibi": True, "causal": True}],
+        ["", "causal", "mask", "softcap", "alibi causal", "bias", "bias mask", "float mask", "float"],
+        [None, "tf32"],
         [None, "fa1_forward", "forward_simt", "forward_sm80", "forward_sm90"],
     )
     asked = defaultdict(set)
-    for device, dtype, (d, dv), (seqlen_q, seqlen_k), options, kernel in sizes:
+    for device, dtype, (d, dv), (seqlen_q, seqlen_k), words, precision, kernel in sizes:
+        options = {word: True for word in words.split() if word not in ("bias", "float", "softcap")}
+        if "softcap" in words:
+            options["softcap"] = 5.0
+        if "bias" in words or "float" in words:
+            options["bias_dtype"] = dtype if "bias" in words else "float32"
+        if precision and dtype != "float32":
+            continue
         try:
             made = plan(
                 seqlen_q=seqlen_q,
@@ -223,6 +231,7 @@ def test_the_table_lists_what_plans_ask_for():
                 dtype=dtype,
                 device=device,
                 kernel=kernel,
+                precision=precision,
                 **options,
             )
         except ValueError:

@@ -11,6 +11,7 @@
 //   CUPYFLASH_Q_STAGES                         forward_sm90: tiles of Q
 //   CUPYFLASH_WARPS, CUPYFLASH_BLOCKS          forward_sm80: warps of a block, and blocks that are to
 //                                              share a multiprocessor (bounds the registers)
+//   CUPYFLASH_TF32                             forward_sm80: float32 by one TF32 product
 #pragma once
 
 #ifndef CUPYFLASH_ELEMENT
@@ -42,6 +43,11 @@ constexpr int kQStages = CUPYFLASH_Q_STAGES;
 #ifdef CUPYFLASH_WARPS
 constexpr int kWarps = CUPYFLASH_WARPS;
 constexpr int kBlocks = CUPYFLASH_BLOCKS;
+#endif
+#ifdef CUPYFLASH_TF32
+constexpr bool kTf32 = CUPYFLASH_TF32;
+#else
+constexpr bool kTf32 = false;
 #endif
 
 }  // namespace cupyflash

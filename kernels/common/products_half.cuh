@@ -102,8 +102,9 @@ class Products {
     }
   }
 
-  // O += P V, P being in S. Bit 2 n + e of seen: some row of the warp sees the lane's key
-  // 8 n + 2 t + e; V's row counts as 0 where none does (it may be NaN, and 0 * NaN is NaN).
+  // O += P V, P being in S. seen: the lane's keys that some row of the warp sees; unless all are,
+  // V's row counts as 0 where none does (it may be NaN, and 0 * NaN is NaN).
+  template <bool all>
   __device__ __forceinline__ void accumulate(float (&O)[kFragments][kColumnTiles][4],
                                              const float (&S)[kFragments][kKeyTiles][4],
                                              const unsigned char* V_smem, unsigned seen) {
@@ -120,18 +121,18 @@ class Products {
         }
       }
       unsigned keep[2];
-      if constexpr (kGeneral) {
+      if constexpr (!all) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const unsigned bits = seen >> (4 * k + 2 * half);
-          keep[half] = (bits & 1 ? 0x0000ffffu : 0u) | (bits & 2 ? 0xffff0000u : 0u);
+          const unsigned bits = seen >> (2 * k + half);
+          keep[half] = (bits & 1u ? 0x0000ffffu : 0u) | (bits & 0x100u ? 0xffff0000u : 0u);
         }
       }
 #pragma unroll
       for (int n = 0; n < kColumnTiles; n += 2) {
         unsigned b[4];
         ldmatrix_x4_trans(b, V_lane_.at(V, n / 2, 16 * k));
-        if constexpr (kGeneral) {
+        if constexpr (!all) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) b[e] &= keep[e % 2];
         }

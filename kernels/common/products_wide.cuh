@@ -14,7 +14,7 @@
 // beside the large sums, since tensor cores don't round their sums. For the same reason no sum runs
 // on in an accumulator: both are folded into rounded registers every kBc keys. An infinite x has no
 // low part, and the NaN that its split makes is only in the correction, which is dropped where the
-// main sum is not finite.
+// main sum is not finite. With kTf32 high high is all there is.
 #pragma once
 
 #include "common/tile.cuh"
@@ -38,6 +38,7 @@ struct ProductSum<float> {
   }
   __device__ __forceinline__ float value(int e) const {
     float sum = main[e];
+    if constexpr (kTf32) return sum;
     if (fabsf(sum) < -kMinusInfinity) sum += correction[e];
     return sum;
   }
@@ -67,8 +68,19 @@ struct Operand<float, n> {
   // pipe has time for one. kMakeUp makes the low part larger by what is lost on average: its own
   // last two bits, the product of two low parts, and what the sums cut off.
   __device__ __forceinline__ void set(int i, float x) {
+    if constexpr (kTf32) {
+      // A product ignores the last 13 bits. What that takes away on average is added before: the
+      // mean of half a unit of the last place, over numbers of all magnitudes.
+      high[i] = __float_as_uint(x * (1.0f + 1.386f / 4096));
+      return;
+    }
     constexpr float kMakeUp = 1.0f + 2.4f / 4096;
-    high[i] = __float_as_uint(x) & 0xffffe000u;
+    // ptxas finds that a TF32 product ignores what the mask cuts off, and copies x, often more than
+    // once, instead of masking it: a quarter of all instructions. Blocks are flat, so that this is
+    // 0xffffe000 too, but it can't know. With two row fragments copies are fewer, and registers are
+    // better spent on sums.
+    const unsigned mask = kFragments == 1 ? 0xffffdfffu + blockDim.z : 0xffffe000u;
+    high[i] = __float_as_uint(x) & mask;
     low[i] = __float_as_uint((x - __uint_as_float(high[i])) * kMakeUp);
   }
 };
@@ -82,8 +94,10 @@ struct Operand<double, n> {
 
 __device__ __forceinline__ void multiply(ProductSum<float>& sum, const Operand<float, 4>& a,
                                          const Operand<float, 2>& b) {
-  mma_m16n8k8_tf32(sum.correction, a.low, b.high);
-  mma_m16n8k8_tf32(sum.correction, a.high, b.low);
+  if constexpr (!kTf32) {
+    mma_m16n8k8_tf32(sum.correction, a.low, b.high);
+    mma_m16n8k8_tf32(sum.correction, a.high, b.low);
+  }
   mma_m16n8k8_tf32(sum.main, a.high, b.high);
 }
 
@@ -104,6 +118,13 @@ __device__ __forceinline__ void multiply(ProductSum<double>& sum, const Operand<
   multiply(sum.main, a, b);
 }
 
+// The largest divisor of n that is at most `most`.
+constexpr int largest_divisor(int n, int most) {
+  int divisor = most;
+  while (n % divisor) --divisor;
+  return divisor;
+}
+
 class Products {
  public:
   using QTile = Tile<kBr, kHeadDim>;
@@ -114,12 +135,18 @@ class Products {
   static constexpr int kColumnTiles = kHeadDimV / 8;
   // Column fragments of S, and of O, that are summed at a time: as many as there are registers for.
   static constexpr bool kSpare = kFragments * kHeadDimV <= 128;
-  static constexpr int kGroupKeys = kSpare && kFragments == 2 && kKeyTiles % 4 == 0 ? 4
-                                    : kKeyTiles % 2 == 0                            ? 2
-                                                                                    : 1;
-  static constexpr int kGroupTiles = kSpare ? kVec : 2;
   // Sums of float64 products are rounded as they should be, and run on in O itself.
   static constexpr bool kInPlace = sizeof(acc) == 8;
+  // For sm_80 two row fragments take more registers than for later GPUs, and would spill.
+#if __CUDA_ARCH__ >= 900
+  static constexpr bool kTight = false;
+#else
+  static constexpr bool kTight = kFragments == 2;
+#endif
+  static constexpr int kMostKeys = kInPlace ? 3 : kSpare && !kTight ? 4 : 2;
+  static constexpr int kGroupKeys = largest_divisor(kKeyTiles, kMostKeys);
+  static constexpr int kGroupTiles = kSpare && kFragments == 2 ? kVec : 2;
+  static constexpr int kUnrolledSteps = kInPlace || (kFragments == 2 && !kTight) ? 4 : 2;
   static_assert(kHeadDim % kStepColumns == 0 && kHeadDimV % kGroupColumns == 0, "of whole reads");
 
   __device__ explicit Products(unsigned char* Q_smem)
@@ -142,7 +169,7 @@ class Products {
 #pragma unroll
         for (int n = 0; n < kGroupKeys; ++n) sum[m][n].clear();
       }
-#pragma unroll 4
+#pragma unroll kUnrolledSteps
       for (int k = 0; k < kHeadDim / kStepColumns; ++k) {
         Operand<acc, 4> a[kVec / 2][kFragments];
 #pragma unroll
@@ -179,6 +206,7 @@ class Products {
   }
 
   // O += P V; seen as for 16-bit elements.
+  template <bool all>
   __device__ __forceinline__ void accumulate(acc (&O)[kFragments][kColumnTiles][4],
                                              const acc (&S)[kFragments][kKeyTiles][4],
                                              const unsigned char* V_smem, unsigned seen) {
@@ -187,12 +215,14 @@ class Products {
       for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
         for (int u0 = 0; u0 < kColumnTiles; u0 += kVec) {
-          add_products<kVec>(O, u0, S, V_smem, n, u0, seen);
+          add_products<all, kVec>(O, u0, S, V_smem, n, u0, seen);
         }
       }
     } else {
 #pragma unroll
       for (int u0 = 0; u0 < kColumnTiles; u0 += kGroupTiles) {
+        // Keeps ptxas from loading V for all groups at once, and from spilling then.
+        if constexpr (kFragments == 1 || kTight) __syncwarp();
         ProductSum<acc> sum[kFragments][kGroupTiles];
 #pragma unroll
         for (int m = 0; m < kFragments; ++m) {
@@ -201,7 +231,7 @@ class Products {
         }
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
-          add_products<kGroupTiles>(sum, 0, S, V_smem, n, u0, seen);
+          add_products<all, kGroupTiles>(sum, 0, S, V_smem, n, u0, seen);
         }
 #pragma unroll
         for (int m = 0; m < kFragments; ++m) {
@@ -217,7 +247,7 @@ class Products {
 
  private:
   // sum[m][to + u] += P V for keys 8 n ... and the column fragments u0 + u, u < count.
-  template <int count, class Sum, int size>
+  template <bool all, int count, class Sum, int size>
   __device__ __forceinline__ void add_products(Sum (&sum)[kFragments][size], int to,
                                                const acc (&S)[kFragments][kKeyTiles][4],
                                                const unsigned char* V_smem, int n, int u0,
@@ -232,7 +262,7 @@ class Products {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const Vec16<acc> v = read<VTile>(V_smem, 8 * n + 2 * t_ + e, 8 * (u0 / kVec) + g_);
-      const bool use = !kGeneral || seen >> (2 * n + e) & 1;
+      const bool use = all || seen >> (n + 8 * e) & 1;
 #pragma unroll
       for (int u = 0; u < count; ++u) b[u].set(e, use ? v.x[u0 % kVec + u] : acc(0));
     }

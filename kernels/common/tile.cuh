@@ -136,11 +136,11 @@ __device__ __forceinline__ void load_elements(unsigned char* tile, const RowAt& 
 template <class T>
 class KeyLoader {
  public:
-  // first: row 0 of the first tile.
+  // first: row 0 of the first tile. thread: this one.
   __device__ __forceinline__ KeyLoader(const TensorView& view, const element* first, int cols,
-                                       bool vectors)
+                                       bool vectors, int thread)
       : view_(view), first_(first), cols_(cols), vectors_(vectors) {
-    const ThreadCopies<T> copies(threadIdx.x, cols);
+    const ThreadCopies<T> copies(thread, cols);
     if (vectors) first_ += copies.r0 * view.row + copies.chunk * kVec;
   }
 
@@ -148,8 +148,8 @@ class KeyLoader {
   __device__ __forceinline__ bool whole() const { return vectors_ && cols_ >= T::kCols; }
 
   // Starts to load the next tile.
-  __device__ __forceinline__ void next_whole(unsigned char* tile) {
-    const ThreadCopies<T> copies(threadIdx.x, T::kCols);
+  __device__ __forceinline__ void next_whole(unsigned char* tile, int thread) {
+    const ThreadCopies<T> copies(thread, T::kCols);
     copies.each(tile, steps(),
                 [](int, int, unsigned to, const element* from) { cp_async_16(to, from); });
     first_ += T::kRows * view_.row;
@@ -164,6 +164,14 @@ class KeyLoader {
       load_elements<T>(tile, row_at, view_.col, begin, end, cols_);
     }
     first_ += T::kRows * view_.row;
+  }
+  // Whichever of these does.
+  __device__ __forceinline__ void load(unsigned char* tile, int begin, int end, int thread) {
+    if (whole() && begin <= 0 && end >= T::kRows) {
+      next_whole(tile, thread);
+    } else {
+      next(tile, begin, end);
+    }
   }
 
  private:

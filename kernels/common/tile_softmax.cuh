@@ -38,10 +38,11 @@ class TileSoftmax {
   static constexpr bool kSubtractFirst = sizeof(element) > 2;
   static constexpr acc kLarge = 65536;
   static constexpr acc kSlack = 8;
+  // Whether slope m stays in registers, which general variants have none left for.
+  static constexpr bool kKeepBase = !kGeneral;
 
   // scale: what the products are multiplied by; positive.
-  __device__ explicit TileSoftmax(acc scale)
-      : slope_(scale * acc(1.442695040888963407)), large_(false) {
+  __device__ explicit TileSoftmax(acc scale) : slope_(scale * acc(1.442695040888963407)) {
 #pragma unroll
     for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
@@ -76,7 +77,7 @@ class TileSoftmax {
 
   // Turns S into weights and adds them to l.
   __device__ __forceinline__ void weigh(acc (&S)[kFragments][kKeyTiles][4]) {
-    if (kSubtractFirst || large_) {
+    if (kSubtractFirst || large()) {
 #pragma unroll
       for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
@@ -100,7 +101,7 @@ class TileSoftmax {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             acc& s = S[m][k][2 * h + e];
-            s = exp_base2(kSubtractFirst ? s * slope_ : fused(s, slope_, -base_[m][h]));
+            s = exp_base2(kSubtractFirst ? s * slope_ : fused(s, slope_, -base(m, h)));
             sum[e] += s;
           }
         }
@@ -125,10 +126,27 @@ class TileSoftmax {
     return kSubtractFirst || base > kLarge || base < -kLarge;
   }
 
+  // slope m, rounded; 0 while m is -inf, and where it is subtracted first.
+  __device__ __forceinline__ acc base_of(acc m) const {
+    return subtracts_first(m) ? acc(0) : product(exponent_base(m), slope_);
+  }
+  __device__ __forceinline__ acc base(int m, int h) const {
+    return kKeepBase ? base_[m][h] : base_of(m_[m][h]);
+  }
+  // Whether m of some row is subtracted first.
+  __device__ __forceinline__ bool large() const {
+    bool some = false;
+#pragma unroll
+    for (int m = 0; m < kFragments; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) some |= subtracts_first(m_[m][h]);
+    }
+    return some;
+  }
+
   template <int n>
   __device__ __forceinline__ void raise(const acc (&top)[kFragments][2],
                                         acc (&O)[kFragments][n][4]) {
-    bool large = false;
 #pragma unroll
     for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
@@ -144,7 +162,6 @@ class TileSoftmax {
         const acc keep = exp_base2(first ? (old - now) * slope_ : product(old, slope_) - base);
         base_[m][h] = first ? acc(0) : base;
         l_[m][h] *= keep;
-        large |= first;
 #pragma unroll
         for (int k = 0; k < n; ++k) {
           O[m][k][2 * h] *= keep;
@@ -152,15 +169,12 @@ class TileSoftmax {
         }
       }
     }
-    large_ = __any_sync(kFullWarp, large);
   }
 
   acc slope_;
   acc m_[kFragments][2];
-  acc base_[kFragments]
-           [2];  // slope m, rounded; 0 while m is -inf, and where it is subtracted first
+  acc base_[kFragments][2];
   acc l_[kFragments][2];
-  bool large_;
 };
 
 }  // namespace cupyflash

@@ -46,6 +46,7 @@ struct from_acc_ {
 
 #if CUPYFLASH_HEADER == CUPYFLASH_HEADER_float16
 using float16 = __half;
+using element2 = __half2;
 __device__ __forceinline__ float to_acc(__half x) { return __half2float(x); }
 template <>
 struct from_acc_<__half, float> {
@@ -58,6 +59,7 @@ __device__ __forceinline__ unsigned pack2(float lower, float upper) {
 }
 #elif CUPYFLASH_HEADER == CUPYFLASH_HEADER_bfloat16
 using bfloat16 = __nv_bfloat16;
+using element2 = __nv_bfloat162;
 __device__ __forceinline__ float to_acc(__nv_bfloat16 x) { return __bfloat162float(x); }
 template <>
 struct from_acc_<__nv_bfloat16, float> {
