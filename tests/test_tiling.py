@@ -207,12 +207,17 @@ def test_the_table_lists_what_plans_ask_for():
         {device.architecture: device for device in devices.DEVICES.values()}.values(),
         DTYPES,
         [(d, dv) for d in (8, 40, 64, 96, 128, 192, 256, 300) for dv in (64, 128, d)],
-        [(1, 600), (300, 300), (5000, 5000)],
-        [{}, {"causal": True}, {"mask": True}, {"softcap": 5.0}, {"alibi": True, "causal": True}],
+        [(1, 600), (300, 300), (5008, 5008)],
+        [
+            *({}, {"causal": True}, {"softcap": 5.0}, {"alibi": True, "causal": True}),
+            *({"mask": True}, {"bias_dtype": "q's"}),
+        ],
         [None, "fa1_forward", "forward_simt", "forward_sm80", "forward_sm90"],
     )
     asked = defaultdict(set)
     for device, dtype, (d, dv), (seqlen_q, seqlen_k), options, kernel in sizes:
+        if "bias_dtype" in options:
+            options = {"bias_dtype": dtype}
         try:
             made = plan(
                 seqlen_q=seqlen_q,
