@@ -135,7 +135,7 @@ def tiled(path, dtype="float32", **sizes):
     """q, k, v of two entries, four heads over two, several tiles each, and the tiles to use."""
     n_q, n_k = path.size(300, 21), path.size(410, 37)
     if path.kernel == "forward_sm90":  # reads rows of a mask at multiples of 16 bytes
-        n_k = path.size(416, 48)
+        n_k = path.size(416, 32)
     head_dim = path.size(64, 8)
     arrays = qkv(7, 2, 4, n_q, head_dim, seqlen_k=n_k, heads_k=2, dtype=dtype)
     return arrays, path.small_tiles(head_dim, path.size(64, 8))
