@@ -41,6 +41,8 @@ def table(p: Plan) -> list[str]:
         return _aligned(rows)
     if p.tiles is not None:
         divided = isinstance(p.tiles, _sm80.Tiles)
+        if p.not_sm90 is not None:
+            rows.insert(1, ("", f"not forward_sm90, which {p.not_sm90}"))
         rows += _divided_rows(p, p.tiles, p.device) if divided else _sm90_rows(p, p.tiles, p.device)
         return _aligned(rows + _traffic_rows(p))
     assert p.tiling is not None
@@ -149,12 +151,16 @@ def _sm90_rows(p: Plan, tiles: _sm90.Tiles, device: Device) -> list[tuple[str, s
         ("B_r, B_c", f"{tiles.Br}, {tiles.Bc}"),
         ("T_r, T_c", f"{Tr}, {Tc}"),
         ("tiles hold", f"head_dim {tiles.head_dim}, head_dim_v {tiles.head_dim_v}"),
-        ("stages", f"{tiles.stages} tiles each of K and V"),
+        ("stages", f"{tiles.stages} tiles each of K and V" + _score_stages(tiles)),
         ("SRAM in all", f"{p.smem_bytes} of {device.smem_block_bytes} bytes"),
         ("grid", f"{p.grid}: persistent, for {heads * Tr} blocks of queries"),
         ("block", f"{p.block}: a producer warpgroup, and one for each 64 queries"),
         ("heads at a time", f"{_sm90.bunch(problem, device)} of {heads}, for the L2 cache"),
     ]
+
+
+def _score_stages(tiles: _sm90.Tiles) -> str:
+    return f", {tiles.score_stages} of {tiles.score_array}" if tiles.score_array else ""
 
 
 def _options(problem: AttentionProblem) -> list[str]:

@@ -16,6 +16,7 @@ from cupyflash.devices import Device
 from cupyflash.tiling import ceil_div, round_up
 
 KERNEL = "forward_sm90"
+CAPABILITY = (9, 0)
 BATCH_AXES = 2  # that a tensor map has beside (heads, rows, columns)
 _ITEMSIZE = 2
 _CONSUMER_ROWS = 64
@@ -35,12 +36,12 @@ _L2_SHARE = 0.4
 # Multiprocessors that read one head's K and V at about the same time, where the cache does not hold
 # those of all heads of a bunch.
 _SHARING = 4
-# struct Sm90Params behind the three tensor maps.
+# struct Sm90Params: its tensor maps, the last one for bias or mask, and what is behind them.
+MAPS = ("Q", "K", "V", "scores")
 _FIELDS = (
     *(f"problem.{name}" for name in _params.PROBLEM_FIELDS),
-    *("bunch", "blocks", "heads", "counter", "o_vectors"),
+    *("bunch", "blocks", "heads", "counter", "o_vectors", "score_rows"),
 )
-_MAPS = ("q", "k", "v")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Tiles:
     q_stages: int
     least_keys: int = 0  # in a sequence
     most_causal_keys: int | None = None  # for causal calls only, of at most so many keys
+    score_array: str | None = None  # bias or mask: for calls that have it
+    score_stages: int = 0  # tiles of it, for each 64 queries
 
     @property
     def threads(self) -> int:
@@ -66,10 +69,16 @@ class Tiles:
 
     @property
     def smem_bytes(self) -> int:
-        """Q_i, the stages of K_j and V_j, and what the warps tell each other."""
+        """Q_i, the stages of K_j and V_j, of bias or mask, and what the warps tell each other."""
         queries = self.q_stages * self.Br * self.head_dim
         keys = self.stages * self.Bc * (self.head_dim + self.head_dim_v)
-        return _ITEMSIZE * (queries + keys) + _SMEM_BESIDE_TILES
+        scores = self.score_stages * self.Br * self.score_row_bytes
+        return _ITEMSIZE * (queries + keys) + scores + _SMEM_BESIDE_TILES
+
+    @property
+    def score_row_bytes(self) -> int:
+        """A row of a tile of bias; of mask, in whole slabs of 64 bytes."""
+        return round_up(self.Bc, 64) if self.score_array == "mask" else _ITEMSIZE * self.Bc
 
     def options(self, dtype: str, general: bool = False) -> tuple[str, ...]:
         """The -D macros of the specialisation."""
@@ -82,6 +91,14 @@ class Tiles:
             f"-DCUPYFLASH_BC={self.Bc}",
             f"-DCUPYFLASH_STAGES={self.stages}",
             f"-DCUPYFLASH_Q_STAGES={self.q_stages}",
+            *(
+                (
+                    f"-DCUPYFLASH_SCORE_ARRAY={self.score_array}",
+                    f"-DCUPYFLASH_SCORE_STAGES={self.score_stages}",
+                )
+                if self.score_array
+                else ()
+            ),
         )
 
 
@@ -98,6 +115,27 @@ class Tiles:
 #   head_dim 256   512 keys are 8 tiles of 64, but 6.4 of 80: 478 and 465. Causal, 64 meet the
 #                  diagonal of 128 queries better: 357 and 334 at 512, 515 and 480 at 1,024.
 # The first row is taken that holds both head dims and whose limits of keys are kept.
+#
+# With a bias or a mask, whose tiles take their part of the shared memory; the last column counts
+# those.
+_SCORE_TABLES = {
+    "bias": (
+        (64, 64, 192, 128, 2, 2, 2),
+        (96, 96, 128, 128, 2, 2, 2),
+        (128, 128, 128, 128, 2, 1, 2),
+        (192, 128, 128, 96, 2, 1, 2),
+        (192, 192, 128, 96, 2, 1, 1),
+        (256, 256, 128, 64, 2, 1, 2),
+    ),
+    "mask": (
+        (64, 64, 192, 128, 4, 2, 2),
+        (96, 96, 128, 128, 2, 2, 2),
+        (128, 128, 128, 128, 2, 2, 2),
+        (192, 128, 128, 96, 2, 1, 2),
+        (192, 192, 128, 96, 2, 1, 2),
+        (256, 256, 128, 64, 2, 1, 2),
+    ),
+}
 TABLE = (
     Tiles(64, 64, 192, 128, 4, 2),
     Tiles(96, 96, 128, 128, 2, 2),
@@ -108,10 +146,21 @@ TABLE = (
     Tiles(256, 256, 128, 64, 2, 1, most_causal_keys=2048),
     Tiles(256, 256, 128, 80, 2, 1, least_keys=513),
     Tiles(256, 256, 128, 64, 2, 1),
+    *(
+        Tiles(*sizes, score_array=array, score_stages=stages)
+        for array, table in _SCORE_TABLES.items()
+        for *sizes, stages in table
+    ),
 )
 
 
-def tiles_for(head_dim: int, head_dim_v: int, seqlen_k: int, causal: bool = False) -> Tiles | None:
+def tiles_for(
+    head_dim: int,
+    head_dim_v: int,
+    seqlen_k: int,
+    causal: bool = False,
+    score_array: str | None = None,
+) -> Tiles | None:
     """The row of the table for these sizes; None where the head dims are too large.
 
     Examples
@@ -121,6 +170,8 @@ def tiles_for(head_dim: int, head_dim_v: int, seqlen_k: int, causal: bool = Fals
     """
     for tiles in TABLE:
         holds = head_dim <= tiles.head_dim and head_dim_v <= tiles.head_dim_v
+        if tiles.score_array != score_array:
+            continue
         most = tiles.most_causal_keys
         if most is not None and not (causal and seqlen_k <= most):
             continue
@@ -132,26 +183,37 @@ def tiles_for(head_dim: int, head_dim_v: int, seqlen_k: int, causal: bool = Fals
 def tiles_of(problem: AttentionProblem) -> Tiles | None:
     """The row of the table for a problem."""
     causal = problem.window_right >= 0
-    return tiles_for(problem.head_dim, problem.head_dim_v, problem.seqlen_k, causal)
+    array = score_array(problem)
+    return tiles_for(problem.head_dim, problem.head_dim_v, problem.seqlen_k, causal, array)
 
 
-def few_works(
-    problem: AttentionProblem, tiles: Tiles, device: Device, dividable: bool = True
-) -> bool:
+def score_array(problem: AttentionProblem) -> str | None:
+    """Which array has an entry for each score; the kernel takes no more than one."""
+    return "bias" if problem.bias_dtype is not None else "mask" if problem.has_mask else None
+
+
+def few_works(problem: AttentionProblem, device: Device, dividable: bool = True) -> bool:
     """Whether too few blocks of queries are there to keep the device busy over many keys.
 
     Then a kernel that packs the query heads of a group, or divides the keys, does better. Where
     keys must not be divided, the answer does not depend on the batch, and so no bit of a result.
     """
+    tiles = tiles_of(problem)
+    assert tiles is not None
     works = problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, tiles.Br)
     few_rows = problem.seqlen_q <= _FEW_ROWS
     idle = dividable and 2 * works < device.multiprocessors
     return problem.seqlen_k > _MANY_KEYS and (few_rows or idle)
 
 
-def refusal(problem: AttentionProblem, device: Device, tma: bool) -> str | None:
-    """Why the kernel can't run a call, in words that end a sentence; None if it can."""
-    if device.compute_capability != (9, 0):
+def refusal(
+    problem: AttentionProblem, device: Device, unreadable: tuple[str, ...] = ()
+) -> str | None:
+    """Why the kernel can't run a call, in words that end a sentence; None if it can.
+
+    ``unreadable`` is what :func:`not_read_by_tma` says.
+    """
+    if device.compute_capability != CAPABILITY:
         major, minor = device.compute_capability
         return f"needs compute capability 9.0, {device.name} has {major}.{minor}"
     if problem.dtype.itemsize != _ITEMSIZE:
@@ -162,8 +224,10 @@ def refusal(problem: AttentionProblem, device: Device, tma: bool) -> str | None:
             f"takes head dims up to {TABLE[-1].head_dim}, q has {problem.head_dim} and v "
             f"{problem.head_dim_v}"
         )
-    if problem.bias_dtype is not None or problem.has_mask:
-        return "takes no bias or mask"
+    if problem.bias_dtype is not None and problem.has_mask:
+        return "takes a bias or a mask, not both"
+    if problem.bias_dtype not in (None, problem.dtype):
+        return f"takes a bias of q's dtype, {problem.dtype.name}, got {problem.bias_dtype.name}"
     low, high = _SCALES_WITH_ALIBI if problem.has_alibi else _SCALES
     if not low < problem.softmax_scale < high:
         return f"takes a softmax_scale from {low:g} to {high:g}, got {problem.softmax_scale:g}"
@@ -178,20 +242,28 @@ def refusal(problem: AttentionProblem, device: Device, tma: bool) -> str | None:
         return "takes sequences of less than 2^30"
     if problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, tiles.Br) >= _MAX_WORKS:
         return "takes less than 2^31 blocks of queries"
-    if not tma:
+    if unreadable:
+        names = " and ".join(filter(None, (", ".join(unreadable[:-1]), unreadable[-1])))
         return (
-            "reads q, k and v by TMA, which takes contiguous columns, and addresses and other "
-            "strides that are multiples of 16 bytes and not negative"
+            "reads arrays by TMA, which takes contiguous columns, and addresses and other strides "
+            f"that are multiples of 16 bytes and not negative; those of {names} are not"
         )
     return None
 
 
-def takes_arrays(problem: AttentionProblem) -> bool:
-    """Whether TMA can read the call's arrays; without arrays, whether contiguous ones."""
+def not_read_by_tma(problem: AttentionProblem) -> tuple[str, ...]:
+    """Names of the call's arrays that TMA can't read; without arrays, of contiguous ones."""
+    names = ("q", "k", "v", *filter(None, [score_array(problem)]))
     if problem.q is None:
-        return all(d * _ITEMSIZE % 16 == 0 for d in (problem.head_dim, problem.head_dim_v))
-    arrays = (problem.q, problem.k, problem.v)
-    return all(_tensormap.takes(x, _arrays.address(x)) for x in arrays)
+        rows = {
+            **dict.fromkeys(("q", "k"), problem.head_dim * _ITEMSIZE),
+            "v": problem.head_dim_v * _ITEMSIZE,
+            "bias": problem.seqlen_k * _ITEMSIZE,
+            "mask": problem.seqlen_k,
+        }
+        return tuple(name for name in names if rows[name] % 16)
+    arrays = {name: getattr(problem, name) for name in names}
+    return tuple(name for name, x in arrays.items() if not _tensormap.takes(x, _arrays.address(x)))
 
 
 def records(
@@ -204,10 +276,13 @@ def records(
     for sizes, views in _launch.launch_batches(problem, o, lse, BATCH_AXES):
         heads = math.prod(sizes) * problem.heads_q
         grid = min(heads * blocks, device.multiprocessors)
-        # Works of equal length need no counter, and no launch that clears it.
-        counter = xp.zeros(1, np.int32) if unequal(problem) and heads * blocks > grid else 0
+        # Works of equal length need no counter, and no launch that clears it. A row of bias or mask
+        # for all queries is padding, as a rule, of another length in each entry.
+        score_rows = _score_rows(problem, views)
+        counted = (unequal(problem) or score_rows == 1) and heads * blocks > grid
+        counter = xp.zeros(1, np.int32) if counted else 0
         fields = views | _launch.scalar_fields(problem, sizes)
-        for name in _MAPS:  # which are read through their maps
+        for name in ("q", "k", "v"):  # which are read through their maps
             del fields[f"{name}.data"]
         struct, pointers = _params.pack(
             _FIELDS,
@@ -218,9 +293,10 @@ def records(
                 "heads": heads,
                 "counter": counter,
                 "o_vectors": int(_vectors(views, problem)),
+                "score_rows": score_rows,
             },
         )
-        front = _tensormap.BYTES * len(_MAPS)
+        front = _tensormap.BYTES * len(MAPS)
         # The struct is aligned, and so padded, to 64 bytes as its tensor maps are.
         params = (bytes(front) + struct).ljust(round_up(front + len(struct), 64), b"\0")
         yield _launch.LaunchRecord(
@@ -259,23 +335,39 @@ def bunch(problem: AttentionProblem, device: Device) -> int:
 def _maps(
     problem: AttentionProblem, tiles: Tiles, sizes: tuple[int, ...], views: dict[str, Any]
 ) -> Iterator[_tensormap.TensorMap]:
-    for number, name in enumerate(_MAPS):
+    boxes = {  # array: rows, and columns of the tile
+        "q": (_CONSUMER_ROWS, tiles.head_dim),
+        "k": (tiles.Bc, tiles.head_dim),
+        "v": (tiles.Bc, tiles.head_dim_v),
+    }
+    if tiles.score_array is not None:
+        itemsize = getattr(problem, tiles.score_array).dtype.itemsize
+        columns = tiles.score_row_bytes // itemsize
+        boxes[tiles.score_array] = (_score_rows(problem, views), columns)
+    for number, (name, (rows, columns)) in enumerate(boxes.items()):
         array, byte_offset = views[f"{name}.data"]
-        held = tiles.head_dim_v if name == "v" else tiles.head_dim
-        slab = 64 if held % 64 == 0 else 32
-        rows = _CONSUMER_ROWS if name == "q" else tiles.Bc
+        itemsize = array.dtype.itemsize
+        swizzle = 128 if columns * itemsize % 128 == 0 else 64
         extent = (array.shape[-1], array.shape[-2], array.shape[-3], sizes[2], sizes[1])
         fields = ("row", "head", "batch[2]", "batch[1]")
-        strides = (_ITEMSIZE * views.get(f"{name}.{field}", 0) for field in fields)
+        strides = (itemsize * views.get(f"{name}.{field}", 0) for field in fields)
         yield _tensormap.TensorMap(
             pointer=_params.Pointer(_tensormap.BYTES * number, name, array, byte_offset),
-            dtype=problem.dtype.name,
+            dtype=array.dtype.name,
             sizes=extent,
             # An axis of size 1 may have any stride in an array, not in a tensor map.
             strides=tuple(0 if n == 1 else s for n, s in zip(extent[1:], strides, strict=True)),
-            box=(slab, rows, 1, 1, 1),
-            swizzle=slab * _ITEMSIZE,
+            box=(swizzle // itemsize, rows, 1, 1, 1),
+            swizzle=swizzle,
         )
+
+
+def _score_rows(problem: AttentionProblem, views: dict[str, Any]) -> int:
+    """Rows of a box of bias or mask: one, where that is for all queries."""
+    name = score_array(problem)
+    if name is None:
+        return 0
+    return 1 if views[f"{name}.row"] == 0 or problem.seqlen_q == 1 else _CONSUMER_ROWS
 
 
 def _vectors(views: dict[str, Any], problem: AttentionProblem) -> bool:
@@ -292,6 +384,10 @@ def specialisations() -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     """As ``tiling.specialisations``."""
     for dtype in ("float16", "bfloat16"):
         # Two rows of the table may have the same tiles.
-        built = {tiles.options(dtype, general) for tiles in TABLE for general in (False, True)}
+        built = {
+            tiles.options(dtype, general)
+            for tiles in TABLE
+            for general in ((True,) if tiles.score_array else (False, True))
+        }
         for options in sorted(built):
             yield KERNEL, options, ("sm_90a",)

@@ -80,6 +80,7 @@ def encode(tensor_map: TensorMap, address: int) -> Any:
     element = {
         "float16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         "bfloat16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "bool": types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     }[tensor_map.dtype]
     status, encoded = driver.cuTensorMapEncodeTiled(
         element,

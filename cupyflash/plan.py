@@ -87,6 +87,8 @@ class Plan:
         Dynamic shared memory of a thread block.
     options : tuple of str
         The -D macros that make the specialisation.
+    not_sm90 : str or None
+        Why the plan passed over ``forward_sm90`` on a device that has it.
 
     Examples
     --------
@@ -106,6 +108,7 @@ class Plan:
     block: tuple[int, int, int] = (0, 0, 0)
     smem_bytes: int = 0
     options: tuple[str, ...] = ()
+    not_sm90: str | None = None
 
     @property
     def blocks(self) -> int:
@@ -251,8 +254,8 @@ def plan(
         seqlens=seqlens,
         precision=precision,
     )
-    tma = _sm90.takes_arrays(problem)
-    return _plan("plan", problem, _device(device), kernel, num_splits, tma)
+    unreadable = _sm90.not_read_by_tma(problem)
+    return _plan("plan", problem, _device(device), kernel, num_splits, unreadable)
 
 
 def make_plan(
@@ -265,8 +268,8 @@ def make_plan(
     """The plan of a call with arrays, on their own device unless another is given."""
     if device is None and problem.device is not None:
         device = devices.current_device(problem.device)
-    tma = device is not None and _sm90.takes_arrays(problem)
-    return _plan(function, problem.without_arrays(), device, kernel, num_splits, tma)
+    unreadable = () if device is None else _sm90.not_read_by_tma(problem)
+    return _plan(function, problem.without_arrays(), device, kernel, num_splits, unreadable)
 
 
 def _device(device: str | int | Device | None) -> Device | None:
@@ -290,7 +293,7 @@ def _plan(
     device: Device | None,
     kernel: Any,
     num_splits: Any,
-    tma: bool,
+    unreadable: tuple[str, ...],
 ) -> Plan:
     if not (kernel is None or isinstance(kernel, (str, Algorithm1))):
         raise TypeError(
@@ -303,7 +306,7 @@ def _plan(
                 f"{function}: num_splits is {num_splits}; expected 1 to {_sm80.MAX_SPLITS}, or "
                 "None to let the plan choose"
             )
-    return _cached_plan(function, problem, device, kernel, num_splits, tma)
+    return _cached_plan(function, problem, device, kernel, num_splits, unreadable)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -313,9 +316,8 @@ def _cached_plan(
     device: Device | None,
     kernel: str | Algorithm1 | None,
     num_splits: int | None,
-    tma: bool,
+    unreadable: tuple[str, ...],
 ) -> Plan:
-    settings = kernel if isinstance(kernel, Algorithm1) else Algorithm1()
     name = "fa1_forward" if isinstance(kernel, Algorithm1) else kernel
     if name not in (None, *KERNELS):
         raise ValueError(f"{function}: kernel is {name!r}; expected one of {', '.join(KERNELS)}")
@@ -340,16 +342,34 @@ def _cached_plan(
         raise ValueError(
             f"{function}: kernel 'host' takes numpy arrays; leave kernel=None for arrays on a GPU"
         )
+    not_sm90 = None
     if name == _sm90.KERNEL or (kernel is None and not divided):
-        refusal = _sm90.refusal(problem, device, tma)
-        if refusal is None and (
-            name is not None or _prefers_sm90(problem, device, dividable=num_splits is None)
-        ):
-            return _plan_sm90(problem, device)
-        if name == _sm90.KERNEL:
+        refusal = _sm90.refusal(problem, device, unreadable)
+        if name == _sm90.KERNEL and refusal is not None:
             raise ValueError(
                 f"{function}: kernel {name!r} {refusal}; leave kernel=None to let the plan choose"
             )
+        dividable = num_splits is None
+        if refusal is None and name is None and _sm90.few_works(problem, device, dividable):
+            refusal = "would leave most of the device idle: queries are few, keys are many"
+        if refusal is None:
+            return _plan_sm90(problem, device)
+        not_sm90 = refusal if device.compute_capability == _sm90.CAPABILITY else None
+    chosen = _plan_others(function, problem, device, kernel, num_splits)
+    return dataclasses.replace(chosen, not_sm90=not_sm90)
+
+
+def _plan_others(
+    function: str,
+    problem: AttentionProblem,
+    device: Device,
+    kernel: str | Algorithm1 | None,
+    num_splits: int | None,
+) -> Plan:
+    """The plan of a kernel for GPUs that is not forward_sm90."""
+    settings = kernel if isinstance(kernel, Algorithm1) else Algorithm1()
+    name = kernel
+    divided = num_splits is not None and num_splits > 1
     if name == _sm80.KERNEL or kernel is None:
         refusal = _sm80.refusal(problem, device)
         if refusal is None:
@@ -372,12 +392,6 @@ def _cached_plan(
                 f"keys, {refusal}; expected 1 or None"
             )
     return _plan_fa1(function, problem, device, settings)
-
-
-def _prefers_sm90(problem: AttentionProblem, device: Device, dividable: bool) -> bool:
-    tiles = _sm90.tiles_of(problem)
-    assert tiles is not None
-    return not _sm90.few_works(problem, tiles, device, dividable)
 
 
 def _plan_sm90(problem: AttentionProblem, device: Device) -> Plan:

@@ -3,7 +3,8 @@
 // Source     Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3), sections 3.1 and 3.2, for the
 //            pipeline; the running softmax is Algorithm 1 of Dao 2023, arXiv:2307.08691.
 // Computes   O = softmax(softmax_scale * Q K^T) V, row-wise, and lse in nats; keys are hidden by
-//            length, causal mask or window. softmax_scale > 0. Softcap and ALiBi: see Options.
+//            length, causal mask or window. softmax_scale > 0. Softcap, ALiBi, bias and mask: see
+//            Options.
 // Shapes     Q, O (batch, heads_q, seqlen_q, d or dv); K, V (batch, heads_k, seqlen_k, d or dv), of
 //            float16 or bfloat16; Q, K, V as TMA takes them: columns contiguous, the other strides
 //            multiples of 16 bytes and not negative. d and dv up to kHeadDim, kHeadDimV: what TMA
@@ -12,7 +13,8 @@
 // Grid       as many thread blocks as multiprocessors, each taking works (head, i): see
 //            tile_scheduler.cuh. All keys of a work are visited by one block, from the last tile to
 //            the first: the result does not depend on who takes it.
-// Roles      warpgroup 0, the producer: warp 0 takes works, warp 1 loads Q and K, warp 2 loads V.
+// Roles      warpgroup 0, the producer: warp 0 takes works, warp 1 loads Q and K, warp 2 loads V,
+//            warp 3 bias or mask.
 //            Warpgroups 1 to kConsumers: S = Q K^T, softmax, O += P V for 64 queries each; S, P
 //            and O live in their registers, which the producer gives up.
 // Pipeline   the tiles of all works are one stream. A consumer's step t: S_t = Q K_t^T and O +=
@@ -29,16 +31,22 @@
 //            work_full, work_empty: the same for the description of a work, written by warp 0.
 //            work_wanted: warp 1 has nearly started all loads of a work; warp 0 takes the next one.
 //            V_landed: warp 2 waits for its own load where it has to overwrite rows of V.
+//            scores_full, scores_empty: as those of K, for a consumer's own tile of bias or mask; see
+//            sm90_score_arrays.cuh.
 //            Turn (named barrier 1 + c): consumer c waits for consumer c - 1 to have started its
 //            products. It orders only the use of the tensor cores: without it results are the same.
 // Options    CUPYFLASH_GENERAL = 1 adds softcap (tanh.approx: 2^-11 of the cap) and ALiBi between the
-//            product and the softmax.
+//            product and the softmax. CUPYFLASH_SCORE_ARRAY = bias or mask adds that array, of the
+//            inputs' dtype or of bytes, behind them.
 // Limits     softmax_scale, the cap and their ratio within 2^-100 to 2^100, 2^-20 to 2^20 with ALiBi.
-//            Bias and mask are another kernel's work: what they hide row by row would have to be
-//            hidden in V too, which lies in shared memory for all rows.
+//            A bias or a mask, not both; as TMA takes it: columns contiguous, the other strides
+//            multiples of 16 bytes and not negative, 0 where it is broadcast.
+//            V is in shared memory for all rows: a NaN in a row of V that some query of the block
+//            sees reaches the others.
 #include "common/fragment_softmax.cuh"
 #include "common/sm90_layout.cuh"
 #include "common/sm90_producer.cuh"
+#include "common/sm90_score_arrays.cuh"
 #include "common/store_fragment.cuh"
 #include "common/warp_scores.cuh"
 #include "ptx/named_barrier.cuh"
@@ -103,7 +111,7 @@ class Consumer {
         problem_(params.problem),
         shared_(shared),
         c_(warp_uniform(threadIdx.x / kWarpgroup - 1)),
-        slope_(static_cast<float>(score_unit(problem_) * 1.4426950408889634)),
+        slope_(static_cast<float>((kHasBias ? 1.0 : score_unit(problem_)) * 1.4426950408889634)),
         to_cap_(kGeneral && problem_.softcap != 0
                     ? static_cast<float>(problem_.softmax_scale / problem_.softcap)
                     : 0.0f) {}
@@ -123,7 +131,8 @@ class Consumer {
     const auto Q_matrix = [&](unsigned n) {
       // Made anew for each tile: there are no registers to keep it in.
       const Turn<kQStages> turn(pin(n));
-      return advanced(QTile::by_columns(shared_.Q[0][c_]), turn.stage * kQStep);
+      const int c = kHasScoreArray ? pin(c_) : c_;
+      return advanced(QTile::by_columns(shared_.Q[0][c]), turn.stage * kQStep);
     };
     const auto K_matrix = [&](unsigned t) {
       return advanced(KTile::by_columns(shared_.K[0]), Turn<kStages>(t).stage * kKStep);
@@ -131,9 +140,10 @@ class Consumer {
     const auto V_matrix = [&](unsigned t) {
       return advanced(VTile::by_rows(shared_.V[0]), Turn<kStages>(t).stage * kVStep);
     };
-    const auto take_turn = [&] { named_barrier_sync(kFirstTurn + c_, 2 * kWarpgroup); };
+    const auto take_turn = [&] { named_barrier_sync(kFirstTurn + turn(), 2 * kWarpgroup); };
     const auto pass_turn = [&] {
-      named_barrier_arrive(kFirstTurn + (c_ + 1 == kConsumers ? 0 : c_ + 1), 2 * kWarpgroup);
+      const int next = turn() + 1;
+      named_barrier_arrive(kFirstTurn + (next == kConsumers ? 0 : next), 2 * kWarpgroup);
     };
     // S = Q K_t+1^T and O += P V_t, started together, in this consumer's turn.
     const auto start_products = [&](unsigned t) {
@@ -146,12 +156,13 @@ class Consumer {
       start_outputs(O, P, V);
       if (kPingPong) pass_turn();
     };
-    // Scores of tile j, complete but for `pending` younger products, become weights; true if O is to
-    // be rescaled.
-    const auto weigh = [&](auto pending, int j) {
+    // Scores of tile j, the t-th of all, complete but for `pending` younger products, become weights;
+    // true if O is to be rescaled.
+    const auto weigh = [&](auto pending, unsigned t, int j) {
       wgmma_wait<pending>();
       wgmma_use(S);
       if constexpr (kGeneral) change(S, j * kBc, work(works));
+      if constexpr (kHasScoreArray) take_array(S, t, works);
       hide(S, j, work(works));
       const bool moved = softmax.fold(S, slope_, keep);
       // The weights are made before P V is complete, not after it: the compiler moves nothing
@@ -184,7 +195,9 @@ class Consumer {
         in_turn = kPingPong;
         wait_for_K(tiles);
         wait_for_V(tiles);
+        if constexpr (kHasScoreArray) wait_for_array(tiles);
         __syncwarp();  // every lane has seen it come
+        if constexpr (kHasScoreArray) release_array(tiles);
         release(shared_.K_empty[Turn<kStages>(tiles).stage]);
         release(shared_.V_empty[Turn<kStages>(tiles).stage]);
       }
@@ -210,7 +223,7 @@ class Consumer {
         start_scores(S, Q, K);
         if (in_turn) pass_turn();
       }
-      weigh(Number<0>(), j);
+      weigh(Number<0>(), tiles, j);
       release_operands(tiles, j, of_work);
       if (j > of_work.begin) wait_for_K(tiles + 1);
       pack_weights(S, P);
@@ -221,7 +234,7 @@ class Consumer {
 #pragma unroll 1
         while (j > of_work.begin) {
           // As long as nothing is masked and the rows are steady.
-          int last = softmax.steady(slope_) ? last_unmasked(j, work(works)) : j;
+          int last = !kHasScoreArray && softmax.steady(slope_) ? last_unmasked(j, work(works)) : j;
 #pragma unroll 1
           while (j > last) {
             --j;
@@ -247,7 +260,7 @@ class Consumer {
           if (j > of_work.begin) {
             --j;
             start_products(tiles);
-            const bool moved = weigh(Number<1>(), j);
+            const bool moved = weigh(Number<1>(), tiles + 1, j);
             release_operands(tiles + 1, j, of_work);
             if (j > of_work.begin) wait_for_K(tiles + 2);
             receive_outputs(tiles++);
@@ -268,7 +281,7 @@ class Consumer {
           wait_for_Q(Q_tiles);
           wait_for_K(tiles + 1);
           start_products(tiles);
-          weigh(Number<1>(), j);
+          weigh(Number<1>(), tiles + 1, j);
           release_operands(tiles + 1, j, of_work);
           if (j > of_work.begin) wait_for_K(tiles + 2);
         } else {
@@ -278,6 +291,7 @@ class Consumer {
           start_outputs(O, P, V);
         }
         receive_outputs(tiles++);
+        if constexpr (kHasScoreArray) check(O, shared_.work[Turn<kWorkStages>(finished).stage]);
         store(O, scale, work(finished));
         give_back(finished);
         if (!more) break;
@@ -308,9 +322,23 @@ class Consumer {
     mbarrier_wait(shared_.V_full[turn.stage], turn.parity);
   }
 
+  __device__ __forceinline__ void wait_for_array(unsigned n) const {
+    const Turn<kScoreStages> turn(n);
+    mbarrier_wait(shared_.scores_full[turn.stage][c_], turn.parity);
+  }
+
   // This warp has done with a buffer. Its lanes are together.
   __device__ __forceinline__ void release(Mbarrier& empty) const {
     if (pin(threadIdx.x) % kWarpSize == 0) mbarrier_arrive(empty);
+  }
+
+  __device__ __forceinline__ void release_array(unsigned n) const {
+    release(shared_.scores_empty[Turn<kScoreStages>(n).stage][c_]);
+  }
+
+  // c_, for barriers: beside bias or mask no register is left for what follows from it.
+  __device__ __forceinline__ int turn() const {
+    return kHasScoreArray ? pin(threadIdx.x) / kWarpgroup - 1 : c_;
   }
 
   // The thread's upper row in its tile of Br queries.
@@ -372,6 +400,28 @@ class Consumer {
     }
   }
 
+  // This consumer's t-th tile of bias or mask changes S, of work n, or hides keys.
+  __device__ __forceinline__ void take_array(float (&S)[kScores], unsigned t, unsigned n) const {
+    wait_for_array(t);
+    const unsigned char* const tile = shared_.score_tile(Turn<kScoreStages>(t).stage, c_);
+    if constexpr (kHasBias) {
+      add_bias(S, tile, params_.score_rows == 1, work(n).unit);
+      if (work(n).careful) hide_by_bias(S, tile, params_.score_rows == 1);
+    } else {
+      hide_by_mask(S, tile, params_.score_rows == 1);
+    }
+    __syncwarp();  // all lanes have read the tile
+    release_array(t);
+  }
+
+  // Asks for a work to be done again, with care, if its O is not finite.
+  static __device__ __forceinline__ void check(const float (&O)[kOutputs], Work& work) {
+    float zero = 0.0f;
+#pragma unroll
+    for (int x = 0; x < kOutputs; ++x) zero = fmaf(O[x], 0.0f, zero);
+    if (zero != 0.0f && !work.careful) atomicOr(&work.redo, 1);
+  }
+
   // The scores of rows that have grown, where S holds weights: keys from first_key on, Q and K in
   // these stages.
   __device__ __forceinline__ void remake(float (&S)[kScores], const bool (&grown)[kFragmentRows],
@@ -396,7 +446,7 @@ class Consumer {
   // Scores of tile j that position hides become -inf.
   __device__ __forceinline__ void hide(float (&S)[kScores], int j, const Work& work) const {
     if (j >= work.unmasked_begin[c_] && j < work.unmasked_end[c_]) return;
-    const int first_column = j * kBc + threadIdx.x % 4 * 2;
+    const int first_column = j * kBc + pin(threadIdx.x) % 4 * 2;
     int end[kFragmentRows];
 #pragma unroll
     for (int r = 0; r < kFragmentRows; ++r) {
@@ -476,9 +526,24 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, 1)
     tma_prefetch_map(params.Q);
     tma_prefetch_map(params.K);
     tma_prefetch_map(params.V);
+    if constexpr (kHasScoreArray) {
+      tma_prefetch_map(params.scores);
+      for (int stage = 0; stage < kScoreStages; ++stage) {
+        for (int c = 0; c < kConsumers; ++c) {
+          mbarrier_init(shared.scores_full[stage][c], 1);
+          // A consumer's warps, and warp 2 or 3.
+          mbarrier_init(shared.scores_empty[stage][c], kWarpgroup / kWarpSize + 1);
+        }
+      }
+      for (int stage = 0; stage < kWorkStages; ++stage) {
+        shared.work[stage].redo = 0;
+        shared.work[stage].rows = 1;  // what comes before the first work is no empty one
+      }
+    }
     for (int stage = 0; stage < kWorkStages; ++stage) {
       mbarrier_init(shared.work_full[stage], 1);
-      mbarrier_init(shared.work_empty[stage], kConsumerWarps + 2);  // and warps 1, 2
+      mbarrier_init(shared.work_empty[stage],
+                    kConsumerWarps + 2 + kHasScoreArray);  // and warps 1, 2, 3
     }
     for (int stage = 0; stage < kQStages; ++stage) {
       for (int c = 0; c < kConsumers; ++c) {
@@ -501,9 +566,18 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, 1)
   if (threadIdx.x < kWarpgroup) {
     setmaxnreg_dec<kProducerRegisters>();
     // Three roles of one thread or one warp each; the other threads have nothing to do.
-    if (threadIdx.x == 0) take_works(params, shared);
+    if (threadIdx.x == 0) {
+      if constexpr (kHasScoreArray) {
+        take_works_with_care(params, shared);
+      } else {
+        take_works(params, shared);
+      }
+    }
     if (threadIdx.x == kWarpSize) load_Q_and_K(params, shared);
     if (threadIdx.x / kWarpSize == 2) load_V(params, shared);
+    if constexpr (kHasScoreArray) {
+      if (pin(threadIdx.x) == 3 * kWarpSize) load_scores(params, shared);
+    }
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
     Consumer(params, shared).run();

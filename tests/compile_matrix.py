@@ -54,7 +54,8 @@ def tiles(kernel: str, options: tuple[str, ...]) -> _sm80.Tiles | _sm90.Tiles | 
     dtype = macros["ELEMENT"]
     known = {"itemsize": _dtypes.named(dtype).itemsize}
     names = [field.name for field in dataclasses.fields(table)]
-    known |= {name: int(macros[name.upper()]) for name in names if name.upper() in macros}
+    found = {name: macros[name.upper()] for name in names if name.upper() in macros}
+    known |= {name: int(x) if x.isdigit() else x for name, x in found.items()}
     return table(**{name: known[name] for name in names if name in known})
 
 

@@ -32,7 +32,7 @@ _DRAWS = {
         "layouts": ("contiguous", "transposed", "broadcast"),
         "options": (
             *("batch", "gqa", "head_dim_v", "causal", "top_left", "window"),
-            *("softcap", "alibi_slopes", "seqlens_k", "poisoned"),
+            *("softcap", "bias", "mask", "alibi_slopes", "seqlens_k", "poisoned"),
         ),
         "magnitudes": ("unit", "tiny", "large", "shifted"),
     },
@@ -164,9 +164,14 @@ class Path:
             or q.dtype.itemsize != 2
             or max(q.shape[-1], v.shape[-1]) > 256
             or 0 in (*q.shape, *k.shape, *v.shape)
-            or bool(given & {"bias", "mask"})
+            or given >= {"bias", "mask"}
+            or ("bias" in given and options["bias"].dtype != q.dtype)
             or not all(1 / limit < float(scale) < limit for scale in scales)
             or not all(map(_tma_reads, (q, k, v)))
+            or not all(
+                _tma_reads(np.broadcast_to(options[name], (*options[name].shape[:-1], k.shape[-2])))
+                for name in given & {"bias", "mask"}
+            )
         )
 
     @property
@@ -188,6 +193,26 @@ class Path:
         if self.kernel != "fa1_forward":
             return self.kernel
         return Algorithm1(sram_elements=4 * head_dim * keys, chunks=chunks)
+
+
+def readable_by_tma(x: np.ndarray, seqlen_k: int) -> np.ndarray:
+    """A bias or mask with the same entries, in rows of ``seqlen_k`` at multiples of 16 bytes.
+
+    Axes of stride 0 keep it; what lies behind a row is NaN, or True.
+    """
+    axes = tuple(
+        0 if step == 0 and n > 1 else slice(None)
+        for step, n in zip(x.strides[:-1], x.shape[:-1], strict=True)
+    )
+    one = x[axes]
+    width = -(-seqlen_k * x.itemsize // 16) * 16 // x.itemsize
+    wide = poison(np.empty((*one.shape[:-1], width), x.dtype))
+    wide[..., :seqlen_k] = one
+    wide = wide[..., :seqlen_k]
+    for axis, at in enumerate(axes):
+        if at == 0:
+            wide = np.expand_dims(wide, axis)
+    return np.broadcast_to(wide, (*x.shape[:-1], seqlen_k))
 
 
 HOST = [pytest.param(Path("host", "host"), id="host")]

@@ -8,10 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hostcuda.probes import MARKS
-from paths import launches, qkv
+from hypothesis import given, settings
+from paths import ON_GPU, ON_HOST_CUDA, launches, normal, qkv, readable_by_tma
 
 from cupyflash import _compile, _sm90, _tensormap, attention, devices, plan
 from cupyflash.reference import attention_reference
+from cupyflash.testing import OPTIONS, Problem, assert_attention_close, attention_problems
 
 pytestmark = pytest.mark.kernel("forward_sm90")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -51,9 +53,18 @@ def run(q, k, v, blocks=None, schedules=False, **options):
     return o, lse
 
 
+def entries(seed, name, *shape, dtype=BFLOAT16):
+    """A bias, or a mask, in rows that TMA reads; a third of the pairs is hidden, some keys are."""
+    x = normal(seed, *shape, dtype=dtype)
+    hidden = normal((seed, 1), *shape) < -0.4
+    hidden[..., ::7] = True
+    x[hidden] = -np.inf
+    return readable_by_tma(~hidden if name == "mask" else x, shape[-1])
+
+
 @on_host_cuda
 @pytest.mark.parametrize(
-    "tiles", _sm90.TABLE, ids=lambda t: f"{t.head_dim}-{t.head_dim_v}-{t.Br}-{t.Bc}"
+    "tiles", _sm90.TABLE, ids=lambda t: f"{t.head_dim}-{t.head_dim_v}-{t.Br}-{t.Bc}-{t.score_array}"
 )
 def test_each_row_of_the_table(tiles, monkeypatch):
     monkeypatch.setattr(
@@ -65,7 +76,12 @@ def test_each_row_of_the_table(tiles, monkeypatch):
         q, k, v = qkv(1, 2, 2, 140, tiles.head_dim, seqlen_k=230, heads_k=1, dtype=BFLOAT16)
         v = v[..., : tiles.head_dim_v]
         general = [{"softcap": 2.0, "causal": True}, {"alibi_slopes": [0.5, 0.01]}]
-        for options in ({}, {"causal": True}, {"window": (60, 20)}, *general):
+        if tiles.score_array is None:
+            problems = [{}, {"causal": True}, {"window": (60, 20)}, *general]
+        else:
+            array = entries(3, tiles.score_array, 2, 140, 230)
+            problems = [{tiles.score_array: array} | options for options in ({}, *general)]
+        for options in problems:
             close(run(q, k, v, blocks=3, **options), attention_reference(q, k, v, **options))
     finally:
         plan_cache.cache_clear()
@@ -140,15 +156,29 @@ def test_what_is_left_to_other_kernels():
     for name, has in (("A100", "8.0"), ("RTX 4090", "8.9"), ("B200", "10.0")):
         with pytest.raises(ValueError, match=rf"needs compute capability 9.0, {name} has {has}"):
             asked(device=name)
-    with pytest.raises(ValueError, match=r"'forward_sm90' takes no bias or mask; leave kernel"):
-        asked(mask=True)
+    assert asked(mask=True) == asked(bias_dtype="float16") == "forward_sm90"
+    for declined, reason in (
+        ({"bias_dtype": "float16", "mask": True}, "takes a bias or a mask, not both"),
+        ({"bias_dtype": "float32"}, "takes a bias of q's dtype, float16, got float32"),
+        ({"bias_dtype": "float16", "seqlen_k": 4100}, "reads arrays .* those of bias are not"),
+        ({"mask": True, "seqlen_k": 4104}, "reads arrays .* those of mask are not"),
+        ({"head_dim": 100}, "reads arrays .* those of q, k and v are not"),
+    ):
+        with pytest.raises(ValueError, match=rf"'forward_sm90' {reason}; leave kernel"):
+            asked(**declined)
+        sizes = {"seqlen_q": 4096, "head_dim": 128, "heads_q": 16, "device": device} | declined
+        made = plan(**sizes)
+        assert made.kernel == "forward_sm80"
+        assert f"not forward_sm90, which {made.not_sm90}" in str(made)
 
 
 @pytest.mark.parametrize(
-    "tiles", _sm90.TABLE, ids=lambda t: f"{t.head_dim}-{t.head_dim_v}-{t.Br}-{t.Bc}"
+    "tiles", _sm90.TABLE, ids=lambda t: f"{t.head_dim}-{t.head_dim_v}-{t.Br}-{t.Bc}-{t.score_array}"
 )
 @pytest.mark.parametrize("general", [False, True])
 def test_products_are_asynchronous_and_nothing_spills(tiles, general):
+    if tiles.score_array and not general:
+        pytest.skip("built with all options only")
     built = _compile.build("forward_sm90", tiles.options("bfloat16", general), "sm_90a")
     assert "C75" not in built.log  # "wgmma.mma_async instructions are serialized"
     assert built.spill_store_bytes == built.stack_bytes == 0
@@ -190,3 +220,107 @@ def test_slopes_at_the_end_of_their_range(slopes):
     expected = attention_reference(q, k, v, **options)
     np.testing.assert_allclose(o[0, :1].astype(float), expected[0][0, :1], rtol=1e-2, atol=1e-3)
     assert np.isfinite(o).all()
+
+
+# ---- bias and mask -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [p for p in ON_HOST_CUDA + ON_GPU if "sm90" in p.id])
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_bias_and_mask_agree_with_the_oracle(path, name):
+    other = {"bias": "mask", "mask": "bias"}[name]
+    drawn = path.draws | {
+        "options": [x for x in OPTIONS if x not in (other, "softmax_scale")],
+        "lengths": path.size((1, 7, 64, 130, 200, 500), (1, 7, 33)),
+        "head_dims": path.size((8, 64, 128, 192, 256), (8, 64)),
+        "max_options": 6,
+        "max_scores": path.size(2**20, 2**11),
+    }
+
+    @settings(max_examples=path.size(300, 25))
+    @given(attention_problems(**drawn).filter(lambda problem: name in problem.kwargs))
+    def agrees(problem):
+        x = problem.kwargs[name]
+        if name == "bias":
+            x = x.astype(problem.q.dtype)
+        kwargs = dict(problem.kwargs) | {name: readable_by_tma(x, problem.k.shape[-2])}
+        problem = Problem(*problem.qkv, kwargs, problem.note)
+        assert_attention_close(path(*problem.qkv, **problem.kwargs), problem)
+
+    agrees()
+
+
+@on_host_cuda
+@pytest.mark.parametrize("name", ["bias", "mask"])
+@pytest.mark.parametrize("shape", [(3, 2, 200), (2, 1), (3, 1, 200), (3, 1, 1), (1,)])
+def test_bias_and_mask_broadcast_over_works_of_few_blocks(name, shape):
+    q, k, v = qkv(4, 3, 2, 200, 64, seqlen_k=300, heads_k=1, dtype=np.float16)
+    array = entries(5, name, *shape, 300, dtype=np.float16)
+    for options in ({}, {"causal": True}, {"seqlens_k": np.array([300, 0, 77])}):
+        actual = run(q, k, v, blocks=2, **{name: array}, **options)
+        close(actual, attention_reference(q, k, v, **{name: array}, **options))
+
+
+@on_host_cuda
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_works_and_tiles_that_bias_or_mask_hide(name):
+    """Rows, tiles and whole works that see nothing; NaN where no query of a head looks."""
+    q, k, v = qkv(6, 4, 1, 200, 64, seqlen_k=700, dtype=np.float16)
+    hidden = np.zeros((4, 1, 200, 700), bool)
+    hidden[0] = True
+    hidden[1, :, :, 128:400] = True
+    hidden[2, :, 192:] = True
+    hidden[3, :, 50:60] = True
+    hidden[3, :, :, 650:] = hidden[3, :, :, 3] = True
+    array = ~hidden if name == "mask" else np.where(hidden, -np.inf, 0.5).astype(np.float16)
+    options = {name: readable_by_tma(array, 700)}
+    o, lse = run(q, k, v, blocks=1, schedules=True, **options)
+    close((o, lse), attention_reference(q, k, v, **options))
+    unseen = hidden.all(axis=2)
+    for garbage in (np.nan, np.inf):
+        k[unseen], v[unseen] = garbage, -garbage
+        again, lse_again = run(q, k, v, blocks=3, **options)
+        assert again.tobytes() == o.tobytes()
+        assert lse_again.tobytes() == lse.tobytes()
+
+
+@on_host_cuda
+def test_keys_of_nan_that_some_queries_see():
+    """A score of NaN does not bring back what the mask or -inf hides from the other queries."""
+    q, k, v = qkv(7, 1, 1, 70, 64, seqlen_k=160, dtype=BFLOAT16)
+    mask = np.ones((70, 160), bool)
+    mask[3:, 50] = False
+    expected = attention_reference(q, k, v, mask=mask)
+    k[..., 50, :] = np.nan
+    for options in ({"mask": mask}, {"bias": np.where(mask, 0, -np.inf).astype(BFLOAT16)}):
+        o, lse = run(q, k, v, **options)
+        close((o[:, :, 3:], lse[:, :, 3:]), [x[:, :, 3:] for x in expected])
+        assert np.isnan(o[:, :, :3].astype("f4")).all()
+
+
+@on_host_cuda
+def test_the_least_bias_of_its_dtype_hides_only_beside_others():
+    q, k, v = qkv(8, 1, 1, 70, 64, seqlen_k=160, dtype=BFLOAT16)
+    bias = np.zeros((70, 160), BFLOAT16)
+    bias[:, 40:] = bias[9] = ml_dtypes.finfo(BFLOAT16).min
+    close(run(q, k, v, bias=bias), attention_reference(q, k, v, bias=bias))
+
+
+@on_host_cuda
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_padding_at_both_ends_of_a_row_for_all_queries(name):
+    q, k, v = qkv(9, 5, 1, 70, 64, seqlen_k=700, dtype=np.float16)
+    hidden = np.zeros((5, 1, 1, 700), bool)
+    hidden[0] = True
+    hidden[1, ..., :300] = True
+    hidden[2, ..., 129:] = True
+    hidden[3] = np.arange(700) != 400
+    hidden[4, ..., 128:384] = True
+    array = ~hidden if name == "mask" else np.where(hidden, -np.inf, 0.5).astype(np.float16)
+    options = {name: readable_by_tma(array, 700)}
+    for more in ({}, {"causal": True}, {"seqlens_k": np.array([700, 650, 700, 401, 300])}):
+        expected = attention_reference(q, k, v, **options, **more)
+        poisoned = k.copy(), v.copy()
+        for x in poisoned:
+            x[hidden[:, :, 0]] = np.nan
+        close(run(q, *poisoned, blocks=2, **options, **more), expected)

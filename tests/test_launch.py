@@ -241,7 +241,7 @@ STRUCTS = {
     "forward_sm90": (
         "Sm90Params",
         tuple(f"schedule.{name}" if name in _SCHEDULE else name for name in _sm90._FIELDS),
-        3 * _tensormap.BYTES,
+        len(_sm90.MAPS) * _tensormap.BYTES,
     ),
 }
 _OFFSETS = """
@@ -261,7 +261,8 @@ def a_record(kernel) -> _launch.LaunchRecord:
     heads = 200 if kernel == "forward_sm90" else 1
     q, k, v = qkv(0, heads, 70, 64, seqlen_k=5000, heads_k=1, dtype=np.float16)
     name = "forward_sm80" if kernel == "combine" else kernel
-    *_, records = launches(q, k, v, kernel=name, causal=True, seqlens_k=4000)
+    options = {"mask": np.ones((70, 5008), bool)[:, :5000]} if kernel == "forward_sm90" else {}
+    *_, records = launches(q, k, v, kernel=name, causal=True, seqlens_k=4000, **options)
     return next(record for record in records if record.kernel == kernel)
 
 
@@ -278,7 +279,7 @@ class TestParameterStruct:
         record = a_record(kernel)
         text = (_compile.kernels_folder() / f"{kernel}.cu").read_text()
         text = text[: text.index('extern "C" __global__')]
-        maps = ("Q", "K", "V") if front else ()
+        maps = _sm90.MAPS if front else ()
         offsets = "\n  ".join(
             f"*at++ = __builtin_offsetof({name}, {field});" for field in (*maps, *fields)
         )
@@ -302,7 +303,8 @@ class TestParameterStruct:
             prefix = "schedule." if pointer.name in _SCHEDULE else ""
             assert pointer.offset == lie[prefix + pointer.name]
         for tensor_map in record.tensor_maps:
-            assert tensor_map.pointer.offset == lie[tensor_map.pointer.name.upper()]
+            name = tensor_map.pointer.name
+            assert tensor_map.pointer.offset == lie["scores" if name == "mask" else name.upper()]
         assert len(record.tensor_maps) == len(maps)
 
 

@@ -9,6 +9,8 @@
 //   CUPYFLASH_BR, CUPYFLASH_BC                 queries and keys of a tile
 //   CUPYFLASH_STAGES                           tiles of K, and of V, that are on their way or in use
 //   CUPYFLASH_Q_STAGES                         forward_sm90: tiles of Q
+//   CUPYFLASH_SCORE_ARRAY                      forward_sm90: bias | mask, if there is one
+//   CUPYFLASH_SCORE_STAGES                     forward_sm90: tiles of it
 //   CUPYFLASH_WARPS, CUPYFLASH_BLOCKS          forward_sm80: warps of a block, and blocks that are to
 //                                              share a multiprocessor (bounds the registers)
 //   CUPYFLASH_TF32                             forward_sm80: float32 by one TF32 product
@@ -40,6 +42,16 @@ constexpr int kStages = CUPYFLASH_STAGES;
 #ifdef CUPYFLASH_Q_STAGES
 constexpr int kQStages = CUPYFLASH_Q_STAGES;
 #endif
+// An array with an entry for each score: none, bias or mask.
+enum class ScoreArray { none, bias, mask };
+#ifdef CUPYFLASH_SCORE_ARRAY
+constexpr ScoreArray kScoreArray = ScoreArray::CUPYFLASH_SCORE_ARRAY;
+constexpr int kScoreStages = CUPYFLASH_SCORE_STAGES;
+#else
+constexpr ScoreArray kScoreArray = ScoreArray::none;
+constexpr int kScoreStages = 1;
+#endif
+constexpr bool kHasScoreArray = kScoreArray != ScoreArray::none;
 #ifdef CUPYFLASH_WARPS
 constexpr int kWarps = CUPYFLASH_WARPS;
 constexpr int kBlocks = CUPYFLASH_BLOCKS;

@@ -87,7 +87,11 @@ struct FragmentSoftmax {
     for (int r = 0; r < kFragmentRows; ++r) {
       const float top = quad_max(fmaxf(m[r], row_max(S, r)));
       const float base_old = slope_at(m[r], slope) * m[r];
-      const bool moves = slope * top - base_old > kSlack;
+      bool moves = slope * top - base_old > kSlack;
+      // The least bias of its dtype, in all of a row, is no infinity, though slope times it is.
+      if constexpr (kScoreArray == ScoreArray::bias) {
+        moves = top > m[r] && !(slope * top - base_old <= kSlack);
+      }
       m[r] = moves ? top : m[r];
       row_slope[r] = slope_at(m[r], slope);
       base[r] = exponent_base(row_slope[r] * m[r]);
@@ -168,7 +172,7 @@ struct FragmentSoftmax {
     for (int r = 0; r < kFragmentRows; ++r) {
       const float sum = quad_sum(l[r]);
       scale[r] = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
-      lse[r] = sum == 0.0f ? kMinusInfinity : kLn2 * (slope * m[r] + __log2f(sum));
+      lse[r] = sum == 0.0f ? kMinusInfinity : fmaf(kLn2 * slope, m[r], kLn2 * __log2f(sum));
     }
   }
 

@@ -17,9 +17,11 @@ struct Sm90Params {
   TensorMap Q;  // boxes of 64 rows x one slab
   TensorMap K;  // of Bc rows x one slab
   TensorMap V;
+  TensorMap scores;  // bias or mask, of 64 rows, or the one for all, x one slab; else unused
   Problem problem;
   Schedule schedule;
-  int64 o_vectors;  // 1: rows of o are 16-byte aligned, and its columns contiguous
+  int64 o_vectors;   // 1: rows of o are 16-byte aligned, and its columns contiguous
+  int64 score_rows;  // of a box of scores: 64, or 1 where one row is for all queries
 };
 
 constexpr int kWarpgroup = 128;
@@ -42,6 +44,12 @@ constexpr MmaType kMma = kElementIsBfloat16 ? MmaType::kBf16 : MmaType::kF16;
 using QTile = SwizzledTile<kConsumerRows, kHeadDim>;
 using KTile = SwizzledTile<kBc, kHeadDim>;
 using VTile = SwizzledTile<kBc, kHeadDimV>;
+// What a consumer needs of a tile of bias or mask. Two bytes of the mask count as one column; whole
+// slabs of it are loaded.
+constexpr int kScoreColumns = kScoreArray == ScoreArray::mask   ? round_up(kBc, 64) / 2
+                              : kScoreArray == ScoreArray::bias ? kBc
+                                                                : 64;
+using ScoreTile = SwizzledTile<kConsumerRows, kScoreColumns>;
 
 // One for the work whose scores are made, one for that whose O goes out, one for the next.
 constexpr int kWorkStages = 4;  // a power of two
@@ -69,6 +77,11 @@ struct Work {
   float alibi;   // what a key loses by each step away from the diagonal, in units of scores
   int head_q;
   Origin kv;
+  // Beside bias or mask, see sm90_score_arrays.cuh:
+  float unit;  // of scores, in nats
+  Works::Position position;
+  int careful;     // 1: what bias or mask hides may hold NaN or Inf
+  int redo;        // 1: the output is not finite, and was made without care
   int keys_begin;  // that any query of the head sees
   int keys_end;
   int fresh;               // 1: there is no tile in the works before, or none in the one before
@@ -77,7 +90,20 @@ struct Work {
   int unmasked_end[kConsumers];
 };
 
-struct Shared {
+// Tiles of bias or mask; none where there are no such arrays.
+template <ScoreArray array>
+struct ScoreTiles {
+  alignas(1024) unsigned char scores[kScoreStages][kConsumers][ScoreTile::kBytes];
+  __device__ __forceinline__ unsigned char* score_tile(int stage, int c) {
+    return scores[stage][c];
+  }
+};
+template <>
+struct ScoreTiles<ScoreArray::none> {
+  __device__ __forceinline__ unsigned char* score_tile(int, int) { return nullptr; }
+};
+
+struct Shared : ScoreTiles<kScoreArray> {
   alignas(1024) unsigned char Q[kQStages][kConsumers][QTile::kBytes];
   alignas(1024) unsigned char K[kStages][KTile::kBytes];
   alignas(1024) unsigned char V[kStages][VTile::kBytes];
@@ -87,9 +113,12 @@ struct Shared {
   Mbarrier K_full[kStages], K_empty[kStages];
   Mbarrier V_full[kStages], V_empty[kStages];
   Mbarrier V_landed;
+  Mbarrier scores_full[kScoreStages][kConsumers], scores_empty[kScoreStages][kConsumers];
 };
 static_assert(sizeof(Shared) <= kQStages * kConsumers * QTile::kBytes +
-                                    kStages * (KTile::kBytes + VTile::kBytes) + 1024,
+                                    kStages * (KTile::kBytes + VTile::kBytes) +
+                                    kHasScoreArray * kScoreStages * kConsumers * ScoreTile::kBytes +
+                                    1024,
               "the launcher adds a kilobyte to the tiles");
 
 // Of the n-th use of a ring of buffers: which buffer, and the parity of its mbarriers' phases.
@@ -115,10 +144,27 @@ __device__ __forceinline__ double score_unit(const Problem& problem) {
   return kGeneral && problem.softcap != 0 ? problem.softcap : problem.softmax_scale;
 }
 
+// Heads are walked as they are numbered, or, where entries of the batch share a bias or mask that
+// heads don't, entry by entry for each group of heads: then it is read from HBM once.
+__device__ __forceinline__ unsigned walked_head(const Problem& problem, unsigned n) {
+  if constexpr (!kHasScoreArray) return n;
+  const TensorView& view = kScoreArray == ScoreArray::bias ? problem.bias : problem.mask;
+  unsigned entries = 1;
+  for (int axis = 0; axis < kBatchAxes; ++axis) {
+    entries *= static_cast<unsigned>(problem.batch[axis]);
+    if (problem.batch[axis] > 1 && view.batch[axis] != 0) return n;
+  }
+  if (view.head == 0) return n;
+  const unsigned heads_q = static_cast<unsigned>(problem.heads_q);
+  const unsigned group = heads_q / static_cast<unsigned>(problem.heads_k);
+  const unsigned entry = n / group % entries;
+  return entry * heads_q + n / group / entries * group + n % group;
+}
+
 // What the other warps have to know of a work.
 __device__ __forceinline__ void describe(Work& work, const Problem& problem,
                                          Works::Position position) {
-  const HeadIndex at(problem, position.head);
+  const HeadIndex at(problem, walked_head(problem, position.head));
   work.o = at.offset(problem.o, at.head_q);
   work.lse = at.offset(problem.lse, at.head_q);
   work.head_q = static_cast<int>(at.head_q);
@@ -129,6 +175,7 @@ __device__ __forceinline__ void describe(Work& work, const Problem& problem,
   work.seqlen_k = static_cast<int>(band.seqlen_k);
   if (kGeneral) {
     work.diagonal = near_key(position.block * static_cast<int64>(kBr) + band.offset);
+    work.unit = static_cast<float>(score_unit(problem));
     work.alibi = 0.0f;
     if (problem.alibi_slopes.data) {
       const float slope = static_cast<const float*>(

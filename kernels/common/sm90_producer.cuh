@@ -3,7 +3,9 @@
 #pragma once
 
 #include "common/sm90_layout.cuh"
+#include "common/sm90_score_arrays.cuh"
 #include "ptx/fence.cuh"
+#include "ptx/pin.cuh"
 
 namespace cupyflash {
 
@@ -26,11 +28,12 @@ __device__ __forceinline__ void clear_rows(unsigned char* tile, int begin, int e
     unsigned long long x[2];
   };
   constexpr int kUnits = VTile::kRowBytes / 16;
+  const int lane = pin(threadIdx.x % kWarpSize);  // seldom needed: nothing of it is kept
 #pragma unroll 1
   for (int slab = 0; slab < VTile::kSlabs; ++slab) {
     unsigned char* const rows = tile + slab * VTile::kSlabBytes;
 #pragma unroll 1
-    for (int x = begin * kUnits + threadIdx.x % kWarpSize; x < end * kUnits; x += kWarpSize) {
+    for (int x = begin * kUnits + lane; x < end * kUnits; x += kWarpSize) {
       *reinterpret_cast<Zeros*>(rows + x * 16) = Zeros{{0, 0}};
     }
   }
@@ -95,11 +98,10 @@ __device__ __forceinline__ void load_Q_and_K(const Sm90Params& params, Shared& s
   }
 }
 
-// Warp 2: loads V. Where rows of a tile have to be cleared, it waits for the copy itself and then
-// arrives in its place.
+// Warp 2: loads V. Where rows of a tile have to be cleared, or may have to be, it waits for the copy
+// itself and then arrives in its place.
 __device__ __forceinline__ void load_V(const Sm90Params& params, Shared& shared) {
   const bool leader = threadIdx.x % kWarpSize == 0;
-  const int seqlen_k = static_cast<int>(params.problem.seqlen_k);
   unsigned V_tiles = 0, landed = 0;
 
   for (unsigned works = 0;; ++works) {
@@ -107,27 +109,41 @@ __device__ __forceinline__ void load_V(const Sm90Params& params, Shared& shared)
     mbarrier_wait(shared.work_full[work_turn.stage], work_turn.parity);
     const Work& work = shared.work[work_turn.stage];
     if (work.begin > work.end) return;
+    if (kHasScoreArray && work.careful && V_tiles > 0) {
+      // Tiles of bias or mask were not waited for: now this warp is not ahead of them any more.
+      const Turn<kStages> before(V_tiles - 1);
+      mbarrier_wait(shared.V_empty[before.stage], before.parity);
+    }
 #pragma unroll 1
     for (int j = work.end - 1; j >= work.begin; --j) {
-      const Turn<kStages> turn(V_tiles++);
+      const Turn<kStages> turn(V_tiles);
+      const Turn<kScoreStages> score_turn(V_tiles++);
       unsigned char* const tile = shared.V[turn.stage];
       Mbarrier& full = shared.V_full[turn.stage];
       const int j0 = j * kBc;
-      const int there = seqlen_k - j0 < kBc ? seqlen_k - j0 : kBc;
+      const int there = min(static_cast<int>(params.problem.seqlen_k) - j0, kBc);
       const int begin = work.keys_begin - j0, end = work.keys_end - j0;
       const bool clear = begin > 0 || end < there;
+      const bool careful = kHasScoreArray && work.careful;
       if (leader) {
         mbarrier_wait(shared.V_empty[turn.stage], turn.parity ^ 1);
-        load_tile<VTile>(tile, params.V, clear ? shared.V_landed : full, j0, work.kv);
+        load_tile<VTile>(tile, params.V, clear || careful ? shared.V_landed : full, j0, work.kv);
       }
-      if (clear) {
-        mbarrier_wait(shared.V_landed, landed++ % 2);
+      if (clear || careful) {
+        mbarrier_wait(shared.V_landed, landed % 2);
+        ++landed;
         if (begin > 0) clear_rows(tile, 0, begin);
         if (end < there) clear_rows(tile, end, there);
+        if (careful) {
+          __syncwarp();  // the rows of every lane are cleared
+          clear_hidden_rows(tile, shared, score_turn, work.rows,
+                            static_cast<int>(params.score_rows));
+        }
         fence_proxy_async_shared();
         __syncwarp();  // the rows of every lane are cleared
         if (leader) mbarrier_arrive(full);
       }
+      if (careful) give_scores_back(shared, score_turn);
     }
     __syncwarp();  // every lane has read the work
     if (leader) mbarrier_arrive(shared.work_empty[work_turn.stage]);

@@ -49,6 +49,10 @@ struct SwizzledTile {
     const int permuted = unit % kUnits ^ (kUnits == 8 ? row % 8 : row / 2 % 4);
     return unit / kUnits * kSlabBytes + permuted * 16;
   }
+  // The same from the begin of the tile.
+  static __device__ __forceinline__ unsigned byte_of(int row, int unit) {
+    return row * kRowBytes + unit_offset(row, unit);
+  }
 };
 
 }  // namespace cupyflash

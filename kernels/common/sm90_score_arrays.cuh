@@ -1,0 +1,286 @@
+// SPDX-License-Identifier: MIT
+// sm90_score_arrays.cuh: forward_sm90's bias or mask, tile by tile in shared memory.
+//
+// Consumer c has kScoreStages tiles of its own, of its 64 queries x Bc keys, swizzled as TMA lays
+// them down. Where one row is for all queries (params.score_rows = 1) only that row is loaded.
+//   warp 3      loads them. scores_full: its arrival and TMA's bytes.
+//   consumer c  reads its tile between the product and the softmax. scores_empty: its warps have done
+//               so, and warp 2 (careful works), or warp 3 in its place.
+//
+// What a bias or mask hides has weight 0, but 0 * NaN is NaN, in V and, where the sum with a bias of
+// -inf hides, in scores. Looking for NaN in every tile would cost up to a step of its own. So works are
+// done without care first; a consumer whose O is not finite says so, and warp 0 takes the work once
+// more, as a careful one: warp 2 clears the rows of V that no query of the block sees, and consumers
+// select -inf. All other outputs have the same bits either way.
+#pragma once
+
+#include "common/fragment_softmax.cuh"
+#include "common/sm90_layout.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/pin.cuh"
+
+namespace cupyflash {
+
+constexpr bool kHasBias = kScoreArray == ScoreArray::bias;
+constexpr bool kHasMask = kScoreArray == ScoreArray::mask;
+// A word of a row holds so many keys, and hides those that are equal to this pattern.
+constexpr int kWordKeys = kHasMask ? 4 : 2;
+constexpr unsigned kHiddenPattern = kHasMask ? 0 : kElementIsBfloat16 ? 0xff80ff80u : 0xfc00fc00u;
+
+struct alignas(16) Unit {
+  unsigned x[4];
+};
+
+// Two 16-bit elements as numbers.
+__device__ __forceinline__ float lower_half(unsigned pair) {
+  return to_acc(__builtin_bit_cast(element, static_cast<unsigned short>(pair)));
+}
+__device__ __forceinline__ float upper_half(unsigned pair) {
+  if constexpr (kElementIsBfloat16) return __builtin_bit_cast(float, pair & 0xffff0000u);
+  return to_acc(__builtin_bit_cast(element, static_cast<unsigned short>(pair >> 16)));
+}
+
+// ---- warp 0, one thread --------------------------------------------------------------------------
+
+// Whether one row of bias or mask hides its entries [begin, end), begin being the first of a unit.
+__device__ __forceinline__ bool hides(const unsigned char* row, int begin, int end) {
+  constexpr int kEntryBytes = 4 / kWordKeys;
+  int at = begin * kEntryBytes;
+  unsigned seen = 0;
+#pragma unroll 2
+  for (; at + 16 <= end * kEntryBytes; at += 16) {
+    const Unit unit = *reinterpret_cast<const Unit*>(row + at);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) seen |= unit.x[i] ^ kHiddenPattern;
+  }
+#pragma unroll 1
+  for (; at < end * kEntryBytes; ++at) {
+    seen |= row[at] ^ (kHiddenPattern >> at % kEntryBytes * 8 & 0xff);
+  }
+  return seen == 0;
+}
+
+// Where one row of bias or mask is for all queries: leaves out the first and the last tiles of a
+// work if it hides all of them, as it does the padding of a sequence.
+__device__ __forceinline__ void leave_out_hidden_tiles(Work& work, const Sm90Params& params) {
+  if (params.score_rows != 1) return;
+  const Problem& problem = params.problem;
+  const TensorView& view = kHasBias ? problem.bias : problem.mask;
+  const HeadIndex at(problem, walked_head(problem, work.position.head));
+  const unsigned char* const row =
+      static_cast<const unsigned char*>(view.data) + at.offset(view, at.head_q) * 4 / kWordKeys;
+  for (bool last = true; work.begin < work.end;) {
+    const int begin = (last ? work.end - 1 : work.begin) * kBc;
+    const int end = begin + kBc < work.seqlen_k ? begin + kBc : work.seqlen_k;
+    if (hides(row, begin, end)) {
+      last ? --work.end : ++work.begin;
+    } else if (last) {
+      last = false;
+    } else {
+      break;
+    }
+  }
+#pragma unroll 1
+  for (int c = 0; c < kConsumers; ++c) {
+    work.end_of[c] = max(work.begin, min(work.end_of[c], work.end));
+  }
+}
+
+// Takes works as take_works does, and those once more whose output is not finite.
+__device__ __forceinline__ void take_works_with_care(const Sm90Params& params, Shared& shared) {
+  Works works(params.schedule);
+  for (unsigned n = 0;; ++n) {
+    // A work ends when the next one is described. An empty one lets the last one end.
+    const bool all_ended = shared.work[Turn<kWorkStages>(n - 1).stage].rows == 0;
+    // Which has to be done again: the one whose place is free; at last, any of those before.
+    const bool more = works.valid();
+    const unsigned places = more || !all_ended ? 1 : kWorkStages;
+    const Turn<kWorkStages> turn(n);
+    Work& work = shared.work[turn.stage];
+    bool redo = false;
+#pragma unroll 1
+    for (unsigned ahead = 0; ahead < places && !redo; ++ahead) {
+      const Turn<kWorkStages> last(n + ahead);
+      mbarrier_wait(shared.work_empty[last.stage], last.parity ^ 1);
+      Work& before = shared.work[last.stage];
+      redo = before.redo;
+      before.redo = 0;
+      if (redo) work.position = before.position;
+    }
+    if (!redo && more) {
+      work.position = works.position();
+      works.next();
+    }
+    if (redo || more) {
+      work.careful = redo;
+      describe(work, params.problem, work.position);
+      leave_out_hidden_tiles(work, params);
+    } else {
+      work.begin = all_ended ? kFarKey : 0;  // behind any end, or at it
+      work.end = 0;
+      work.rows = 0;
+#pragma unroll 1
+      for (int c = 0; c < kConsumers; ++c) work.end_of[c] = 0;
+    }
+    const Work& before = shared.work[Turn<kWorkStages>(pin(n) - 1).stage];
+    work.fresh = n == 0 || before.begin == before.end;
+    mbarrier_arrive(shared.work_full[turn.stage]);
+    if (work.begin > work.end) return;
+    mbarrier_wait(shared.work_wanted, n % 2);
+  }
+}
+
+// ---- warp 3, one thread --------------------------------------------------------------------------
+
+// Loads the tiles in the order in which the consumers need them.
+__device__ __forceinline__ void load_scores(const Sm90Params& params, Shared& shared) {
+  constexpr int kSlabEntries = ScoreTile::kRowBytes / (kHasMask ? 1 : 2);
+  const int rows = static_cast<int>(params.score_rows);
+  const unsigned bytes = rows * ScoreTile::kSlabs * ScoreTile::kRowBytes;
+  unsigned tiles = 0;
+  for (unsigned n = 0;; ++n) {
+    const Turn<kWorkStages> work_turn(n);
+    mbarrier_wait(shared.work_full[work_turn.stage], work_turn.parity);
+    const Work& work = shared.work[work_turn.stage];
+    if (work.begin > work.end) return;
+#pragma unroll 1
+    for (int j = work.end - 1; j >= work.begin; --j) {
+      const Turn<kScoreStages> turn(tiles++);
+#pragma unroll 1
+      for (int c = 0; c < kConsumers; ++c) {
+        Mbarrier& full = shared.scores_full[turn.stage][c];
+        mbarrier_wait(shared.scores_empty[turn.stage][c], turn.parity ^ 1);
+        mbarrier_arrive_expect_tx(full, bytes);
+#pragma unroll
+        for (int slab = 0; slab < ScoreTile::kSlabs; ++slab) {
+          const int from[5] = {j * kBc + slab * kSlabEntries, work.i0 + c * kConsumerRows,
+                               work.head_q, work.kv.batch2, work.kv.batch1};
+          tma_load_5d(shared.score_tile(turn.stage, c) + slab * ScoreTile::kSlabBytes,
+                      params.scores, full, from);
+        }
+        // In place of warp 2, which does not look at the tile.
+        if (!work.careful) mbarrier_arrive(shared.scores_empty[turn.stage][c]);
+      }
+    }
+    mbarrier_arrive(shared.work_empty[work_turn.stage]);
+  }
+}
+
+// ---- warp 2 --------------------------------------------------------------------------------------
+
+// A tile of bias or mask is there, of all consumers.
+__device__ __forceinline__ void wait_for_scores(Shared& shared, const Turn<kScoreStages>& turn) {
+#pragma unroll 1
+  for (int c = 0; c < kConsumers; ++c) {
+    mbarrier_wait(shared.scores_full[turn.stage][c], turn.parity);
+  }
+}
+
+// This warp has done with it. It must have been there: else the arrival would count for the one
+// before.
+__device__ __forceinline__ void give_scores_back(Shared& shared, const Turn<kScoreStages>& turn) {
+  __syncwarp();
+  if (threadIdx.x % kWarpSize != 0) return;
+#pragma unroll 1
+  for (int c = 0; c < kConsumers; ++c) {
+    mbarrier_wait(shared.scores_full[turn.stage][c], turn.parity);
+    mbarrier_arrive(shared.scores_empty[turn.stage][c]);
+  }
+}
+
+// Rows of a tile of V that bias or mask hide from all queries of the block become zeros.
+__device__ __forceinline__ void clear_hidden_rows(unsigned char* V, Shared& shared,
+                                                  const Turn<kScoreStages>& turn, int queries,
+                                                  int score_rows) {
+  const int lane = pin(threadIdx.x % kWarpSize);  // seldom needed: nothing of it is kept
+  wait_for_scores(shared, turn);
+#pragma unroll 1
+  for (int key = 0; key < kBc;) {
+    // Of the keys of one word; what is not 0 is of a key that some query sees.
+    unsigned seen = 0;
+#pragma unroll 1
+    for (int r = lane; r < queries; r += kWarpSize) {
+      const int row = r % kConsumerRows;
+      if (row >= score_rows) continue;
+      const unsigned char* const tile = shared.score_tile(turn.stage, r / kConsumerRows);
+      const unsigned char* const unit = tile + ScoreTile::byte_of(row, key / (4 * kWordKeys));
+      seen |= reinterpret_cast<const unsigned*>(unit)[key / kWordKeys % 4] ^ kHiddenPattern;
+    }
+    seen = __reduce_or_sync(kFullWarp, seen);
+#pragma unroll 1
+    for (int end = key + kWordKeys; key < end; ++key, seen >>= 32 / kWordKeys) {
+      if (seen & (1u << 32 / kWordKeys) - 1u) continue;
+#pragma unroll 1
+      for (int x = lane; x < VTile::kBytes / kBc / 16; x += kWarpSize) {
+        *reinterpret_cast<Unit*>(V + VTile::byte_of(key, x)) = Unit{};
+      }
+    }
+  }
+}
+
+// ---- consumers -----------------------------------------------------------------------------------
+
+// Hands `change` the pairs of scores S[x], S[x + 1] of a consumer's warp with their biases, which lie
+// in one register.
+template <int n, class Change>
+__device__ __forceinline__ void with_bias(float (&S)[n], const unsigned char* tile, bool one_row,
+                                          const Change& change) {
+  // A lane hands in row lane % 16 of its warp's, and the first or second 8 of 16 keys.
+  const int thread = pin(threadIdx.x % kWarpgroup);  // recomputed: registers are short
+  const int lane = thread % kWarpSize;
+  const int row = one_row ? 0 : thread / kWarpSize * 16 + lane % 16;
+  const unsigned first = shared_address(tile) + ScoreTile::byte_of(row, lane / 16);
+#pragma unroll
+  for (int k = 0; k < n / 8; ++k) {
+    constexpr int kUnits = ScoreTile::kRowBytes / 16;
+    unsigned bias[4];
+    ldmatrix_x4(bias, (first ^ 2 * k % kUnits * 16) + 2 * k / kUnits * ScoreTile::kSlabBytes);
+#pragma unroll
+    for (int x = 0; x < 4; ++x) change(S[8 * k + 2 * x], S[8 * k + 2 * x + 1], bias[x]);
+  }
+}
+
+// S = unit S + bias.
+template <int n>
+__device__ __forceinline__ void add_bias(float (&S)[n], const unsigned char* tile, bool one_row,
+                                         float unit) {
+  with_bias(S, tile, one_row, [&](float& lower, float& upper, unsigned bias) {
+    lower = fmaf(lower, unit, lower_half(bias));
+    upper = fmaf(upper, unit, upper_half(bias));
+  });
+}
+
+// Scores whose bias is -inf become -inf, whatever they are.
+template <int n>
+__device__ __forceinline__ void hide_by_bias(float (&S)[n], const unsigned char* tile,
+                                             bool one_row) {
+  with_bias(S, tile, one_row, [](float& lower, float& upper, unsigned bias) {
+    if ((bias ^ kHiddenPattern) << 16 == 0) lower = kMinusInfinity;
+    if ((bias ^ kHiddenPattern) >> 16 == 0) upper = kMinusInfinity;
+  });
+}
+
+// Scores that the mask hides become -inf.
+template <int n>
+__device__ __forceinline__ void hide_by_mask(float (&S)[n], const unsigned char* tile,
+                                             bool one_row) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int row = one_row ? 0 : threadIdx.x / kWarpSize % 4 * 16 + lane / 4;
+  const unsigned first = ScoreTile::byte_of(row, 0) + lane % 4 * 2;
+  const unsigned lower = one_row ? 0 : 8 * ScoreTile::kRowBytes;
+#pragma unroll
+  for (int k = 0; k < n / 8; ++k) {
+    constexpr int kUnits = ScoreTile::kRowBytes / 16;
+    const unsigned at = (first ^ k % kUnits * 16) + k / kUnits * ScoreTile::kSlabBytes;
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      // x counts as in the accumulators: the upper row and the lower one of 8 keys, then of 8 more.
+      const unsigned seen =
+          *reinterpret_cast<const unsigned short*>(tile + at + x % 2 * lower + x / 2 * 8);
+      if (!(seen & 0x00ff)) S[8 * k + 2 * x] = kMinusInfinity;
+      if (!(seen & 0xff00)) S[8 * k + 2 * x + 1] = kMinusInfinity;
+    }
+  }
+}
+
+}  // namespace cupyflash
