@@ -19,15 +19,17 @@
 //            and O live in their registers, which the producer gives up.
 // Pipeline   the tiles of all works are one stream. A consumer's step t: S_t = Q K_t^T and O +=
 //            P_t-1 V_t-1 are started together; the softmax of S_t runs while the second product
-//            does. Where t-1 was a work's last tile, O goes out at the end of the step. With
-//            ping-pong, the consumers start their products in turn, so that one's softmax runs under
-//            the other's:
+//            does. Where t-1 was a work's last tile, O goes out at the end of the step. Maxima of rows
+//            are looked for in the first tile of a work and in masked ones only: see FragmentSoftmax.
+//            A consumer passes by the tiles that none of its queries sees. With ping-pong, the
+//            consumers start their products in turn, so that one's softmax runs under the other's:
 //              consumer 1   [QK PV]softmax ......[QK PV]softmax
 //              consumer 2   ......[QK PV]softmax ......[QK PV]softmax
 // Barriers   X_full (X = Q, K, V): a producer warp's arrival and TMA's bytes; consumers wait for it
 //            before they read X. Without it they would read the tile before.
-//            X_empty: every consumer warp arrives when its products that read X are complete; the
-//            producer warp waits for it before it loads over X.
+//            X_empty: every consumer warp arrives when its products that read X are complete, and, of
+//            Q and K, when no row needs its scores once more; the producer warp waits for it before it
+//            loads over X.
 //            work_full, work_empty: the same for the description of a work, written by warp 0.
 //            work_wanted: warp 1 has nearly started all loads of a work; warp 0 takes the next one.
 //            V_landed: warp 2 waits for its own load where it has to overwrite rows of V.
