@@ -282,8 +282,8 @@ def spill_bytes_allowed(kernel: str, architecture: str) -> int:
     uniform registers, so that what is the same for all lanes takes ordinary ones. forward_sm80
     spills 8 bytes in one build by NVRTC 13.5, float32 at head_dim 128 for sm_120; which build it is
     that doesn't fit by a number or two differs from one NVRTC to the next. forward_sm90 spills a
-    counter of works in one build by NVRTC 12.9 and 13.0, that with a bias at head_dim 64: it is read
-    once a step.
+    counter of works in one build by NVRTC 12.9 and 13.0, that with a bias at head_dim 64: it is
+    read once a step.
 
     Parameters
     ----------
