@@ -178,7 +178,8 @@ def load(kernel: str, options: tuple[str, ...], device_id: int, smem_bytes: int)
         loaded = _loaded.get(key)
         if loaded is None:
             architecture = devices.current_device(device_id).architecture
-            loaded = _Loaded(load_build(build(kernel, options, architecture), device_id))
+            built = build(kernel, options, architecture)
+            loaded = _Loaded(load_build(built, device_id), _UNASKED_SMEM - built.static_smem_bytes)
         if smem_bytes > loaded.smem_bytes:
             with import_cupy().cuda.Device(device_id):
                 loaded.function.max_dynamic_shared_size_bytes = smem_bytes
@@ -222,10 +223,13 @@ def nvrtc_version() -> tuple[int, int]:
     return _call(nvrtc, nvrtc.nvrtcVersion)
 
 
+_UNASKED_SMEM = 48 * 1024  # static and dynamic, that every function may use
+
+
 @dataclass
 class _Loaded:
     function: Any
-    smem_bytes: int = 48 * 1024  # what every function may use without asking
+    smem_bytes: int  # dynamic; what it may ask for at a launch
 
 
 _loaded: dict[tuple[int, str, tuple[str, ...]], _Loaded] = {}

@@ -235,8 +235,10 @@ class Consumer {
       for (;;) {
 #pragma unroll 1
         while (j > of_work.begin) {
-          // As long as nothing is masked and the rows are steady.
-          int last = !kHasScoreArray && softmax.steady(slope_) ? last_unmasked(j, work(works)) : j;
+          // As long as nothing is masked and the rows are steady. ALiBi's rise all the way to the
+          // diagonal.
+          const bool steady = !kHasScoreArray && !alibi() && softmax.steady(slope_);
+          int last = steady ? last_unmasked(j, work(works)) : j;
 #pragma unroll 1
           while (j > last) {
             --j;
@@ -382,6 +384,8 @@ class Consumer {
     return warp_uniform(next ? work.unmasked_begin[c_] : j);
   }
 
+  __device__ __forceinline__ bool alibi() const { return kGeneral && problem_.alibi_slopes.data; }
+
   // Products of the keys from `first_key` on become scores: softcap, then ALiBi.
   template <int n>
   __device__ __forceinline__ void change(float (&S)[n], int first_key, const Work& work) const {
@@ -389,7 +393,7 @@ class Consumer {
 #pragma unroll
       for (int x = 0; x < n; ++x) S[x] = tanh_approx(S[x] * to_cap_);
     }
-    if (problem_.alibi_slopes.data) {
+    if (alibi()) {
       const int first_column = first_key + pin(threadIdx.x) % 4 * 2;
       const float slope = work.alibi;
       const float diagonal[] = {static_cast<float>(work.diagonal + row() - first_column),

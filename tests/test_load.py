@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import types
 from pathlib import Path
@@ -67,6 +68,15 @@ def test_load_raises_the_shared_memory_limit_when_more_is_asked_for(cache, fake_
     assert function.max_dynamic_shared_size_bytes == 100_000
     _compile.load("probe", (), 0, 60_000)
     assert function.max_dynamic_shared_size_bytes == 100_000
+
+
+def test_static_shared_memory_counts_in_what_needs_no_asking(cache, fake_cupy, monkeypatch):
+    static = dataclasses.replace(build(), static_smem_bytes=128)
+    monkeypatch.setattr(_compile, "build", lambda *_: static)
+    function = _compile.load("probe", (), 0, 48 * 1024 - 128)
+    assert not hasattr(function, "max_dynamic_shared_size_bytes")
+    _compile.load("probe", (), 0, 48 * 1024)
+    assert function.max_dynamic_shared_size_bytes == 48 * 1024
 
 
 def test_load_without_a_cache_folder(cache, fake_cupy, monkeypatch):
