@@ -7,7 +7,7 @@
 #   make demo                                          denoise a photograph, on a GPU if there is one
 #   make lint | format                                 check, or mend, the form of the sources
 #   make compile                                       build every kernel for every architecture
-#                                                      (make test: one of a family, and for a minute
+#                                                      (make test: one of a family, and for some seconds
 #                                                      what changed; CUPYFLASH_COMPILE_SECONDS)
 #   make sanitize [PYTHON=python3]                     GPU tests under compute-sanitizer
 #   make install | clean | clean-cache

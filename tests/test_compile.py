@@ -52,6 +52,8 @@ def specialisations_to_test():
         which = (kernel, macros["ELEMENT"], macros["GENERAL"], macros.get("HEAD_DIM", "64"))
         if which[-1] not in HEAD_DIMS or which in seen:
             continue
+        if kernel == "forward_sm90" and macros["ELEMENT"] == "bfloat16":
+            continue  # tests/test_forward_sm90.py builds these
         seen.add(which)
         capability = {a: devices.architecture_device(a).compute_capability for a in architectures}
         built = sorted((a for a in architectures if capability[a] >= (7, 5)), key=capability.get)
@@ -67,11 +69,11 @@ def test_specialisation_builds_without_spills(kernel, options, architecture):
 
 
 def test_what_has_changed_builds_without_spills():
-    """Further architectures and tiles, as far as a minute goes; `make compile` builds all."""
-    seconds = float(os.environ.get("CUPYFLASH_COMPILE_SECONDS", "60"))
+    """Further architectures and tiles, for some seconds; `make compile` builds all."""
+    seconds = float(os.environ.get("CUPYFLASH_COMPILE_SECONDS", "20"))
     kernel = os.environ.get("CUPYFLASH_TEST_KERNEL") or None
     changed = [case for case in cases(kernel) if not is_checked(case)]
-    random.Random(0).shuffle(changed)  # or the first kernel takes all of the minute
+    random.Random(0).shuffle(changed)  # or the first kernel takes all of the time
     end, found = time.monotonic() + seconds, {}
     while changed and time.monotonic() < end:
         case = changed.pop(0)

@@ -62,10 +62,16 @@ def entries(seed, name, *shape, dtype=BFLOAT16):
     return readable_by_tma(~hidden if name == "mask" else x, shape[-1])
 
 
+def row_id(tiles):
+    return f"{tiles.head_dim}-{tiles.head_dim_v}-{tiles.Br}-{tiles.Bc}-{tiles.score_array}"
+
+
+# Those with bias or mask would be many builds: three and two consumers do; `make compile` has all.
+ROWS = {row_id(t): t for t in _sm90.TABLE if not t.score_array or t.head_dim in (64, 256)}
+
+
 @on_host_cuda
-@pytest.mark.parametrize(
-    "tiles", _sm90.TABLE, ids=lambda t: f"{t.head_dim}-{t.head_dim_v}-{t.Br}-{t.Bc}-{t.score_array}"
-)
+@pytest.mark.parametrize("tiles", ROWS.values(), ids=ROWS)
 def test_each_row_of_the_table(tiles, monkeypatch):
     monkeypatch.setattr(
         _sm90, "TABLE", (dataclasses.replace(tiles, least_keys=0, most_causal_keys=None),)
@@ -172,9 +178,7 @@ def test_what_is_left_to_other_kernels():
         assert f"not forward_sm90, which {made.not_sm90}" in str(made)
 
 
-@pytest.mark.parametrize(
-    "tiles", _sm90.TABLE, ids=lambda t: f"{t.head_dim}-{t.head_dim_v}-{t.Br}-{t.Bc}-{t.score_array}"
-)
+@pytest.mark.parametrize("tiles", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("general", [False, True])
 def test_products_are_asynchronous_and_nothing_spills(tiles, general):
     if tiles.score_array and not general:
