@@ -37,7 +37,7 @@ def build(sources=SOURCES, options=(), architecture="sm_80"):
 
 
 # Head dims of the tiles that are built here: the smallest that are used much, and the largest.
-HEAD_DIMS = ("64", "128", "256")
+HEAD_DIMS = ("64", "256")
 
 
 def specialisations_to_test():
