@@ -129,7 +129,8 @@ def attention(
     ``lse``. In that precision ``q_i . k_j`` itself and the sums of ``v`` have to stay finite: a
     GPU multiplies by ``softmax_scale`` after the product (the numpy path scales q first, unless
     the scale is above 2^32), and weights of up to 256 are divided by their sum at the end, so that
-    ``v`` up to 1e30 is safe with a million keys in float32.
+    ``v`` up to 1e30 is safe with a million keys in float32; of up to 16,384 in ``forward_sm90``,
+    and bfloat16 ``v`` up to 1e28.
 
     Work on a GPU goes to the current stream of the arrays' device and is not waited for. The first
     call of a specialisation builds and loads its kernels, which :func:`warmup` does ahead; a CUDA

@@ -57,7 +57,7 @@ __device__ __forceinline__ float power_of_two_below(float x) {
 // any m, and P, O and l hold numbers much larger than 1 as well as those below: m need not be the
 // maximum, only near enough to it. So it is looked for where a row begins and where tiles are
 // masked (fold); from there on tiles are folded by the m that is there (fold_steady), and a new one
-// is looked for only by rows that get a weight beyond 2^kRoom (fold_grown).
+// is looked for only by rows that get a weight beyond kRoom (fold_grown).
 // One FMA makes the exponent: it rounds base, by the same amount in every weight of the row and in
 // l, which cancels. From kLargeBase on that rounding would exceed what a 16-bit P can hold; two
 // different scores are then so far apart that the larger has almost all the weight at any slope,
