@@ -57,8 +57,7 @@ __device__ __forceinline__ void take_works(const Sm90Params& params, Shared& sha
       const Work& before = shared.work[Turn<kWorkStages>(n - 1).stage];
       work.fresh = n == 0 || before.begin == before.end;
     } else {
-      work.begin = kFarKey;  // behind any end
-      work.end = 0;
+      describe_empty(work, kFarKey);
     }
     mbarrier_arrive(shared.work_full[turn.stage]);
     if (!more) return;

@@ -116,11 +116,8 @@ __device__ __forceinline__ void take_works_with_care(const Sm90Params& params, S
       describe(work, params.problem, work.position);
       leave_out_hidden_tiles(work, params);
     } else {
-      work.begin = all_ended ? kFarKey : 0;  // behind any end, or at it
-      work.end = 0;
+      describe_empty(work, all_ended ? kFarKey : 0);
       work.rows = 0;
-#pragma unroll 1
-      for (int c = 0; c < kConsumers; ++c) work.end_of[c] = 0;
     }
     const Work& before = shared.work[Turn<kWorkStages>(pin(n) - 1).stage];
     work.fresh = n == 0 || before.begin == before.end;

@@ -20,8 +20,7 @@ struct Launch {
   Order order;
   Landing landing;
   uint64_t seed;
-  uint32_t
-      poison;  // the byte that fills shared memory and the results of members that are not there
+  uint32_t poison;  // two bytes, all over shared memory and the results of members not there
   uint32_t params_bytes;
 };
 

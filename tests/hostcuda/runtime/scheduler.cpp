@@ -41,8 +41,9 @@ void thread_body() {
 // Not memset: that is intercepted, and the redzones between static arrays are overwritten on
 // purpose.
 __attribute__((optimize("no-tree-loop-distribute-patterns"))) void fill(char* begin, char* end,
-                                                                        unsigned byte) {
-  for (volatile char* at = begin; at != end; ++at) *at = char(byte);
+                                                                        unsigned two_bytes) {
+  for (volatile char* at = begin; at != end; ++at)
+    *at = char(two_bytes >> reinterpret_cast<uintptr_t>(at) % 2 * 8);
 }
 
 }  // namespace
@@ -271,8 +272,10 @@ void Scheduler::complete_if_all_there(size_t index) {
       ++missing;
   }
   if (collective.arrivals.size() < missing) return;
-  std::vector<char> values(collective.size * collective.value_bytes, char(launch.poison));
-  std::vector<char> results(collective.size * collective.result_bytes, char(launch.poison));
+  std::vector<char> values(collective.size * collective.value_bytes);
+  std::vector<char> results(collective.size * collective.result_bytes);
+  fill(values.data(), values.data() + values.size(), launch.poison);
+  fill(results.data(), results.data() + results.size(), launch.poison);
   Members present{{0, 0}};
   // Byte by byte, since memcpy is intercepted: this exchange is not an access of the kernel's.
   const auto copy = [](void* to, const void* from, size_t bytes) {

@@ -78,7 +78,7 @@ void join(unsigned first_thread, unsigned size, Members members, const char* wha
 
 // Each member hands in `value`; the last one to arrive runs body(values, present, results) once;
 // each member returns with its own results[i]. The members that never arrive because they have
-// exited are not waited for, and their values are filled with the poison byte.
+// exited are not waited for, and their values are filled with the poison.
 template <class Result, class Value, class F>
 Result collective(unsigned first_thread, unsigned size, Members members, const char* what,
                   Place place, const Value& value, F body) {
