@@ -8,6 +8,10 @@ import os
 import sys
 from collections import Counter
 
+# Before numpy is loaded: each of xdist's workers would start a BLAS thread for every core, and on
+# 16 cores the oracle took ten times as long. Two are left for the host path to share work among.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "2")
+
 import hostcuda
 import pytest
 from hypothesis import HealthCheck, settings

@@ -142,6 +142,8 @@ MUTATIONS = (
     Mutation(SM90, "K_empty expects one arrival too many", "forward_sm90.cu",
              "mbarrier_init(shared.K_empty[stage], kConsumerWarps);",
              "mbarrier_init(shared.K_empty[stage], kConsumerWarps + 1);"),
+    Mutation(SM90, "no end for a consumer where no work is left", "common/sm90_layout.cuh",
+             "#pragma unroll 1\n  for (int c = 0; c < kConsumers; ++c) work.end_of[c] = 0;\n", ""),
     Mutation(SM90, "a tile that goes by is not given back", "forward_sm90.cu",
              "        release(shared_.V_empty[Turn<kStages>(tiles).stage]);\n", ""),
     Mutation(SM90, "a work is given back before all lanes have read it", "forward_sm90.cu",
