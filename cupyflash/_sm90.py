@@ -319,11 +319,15 @@ def unequal(problem: AttentionProblem) -> bool:
 def bunch(problem: AttentionProblem, device: Device) -> int:
     """Query heads that are walked together, so that their K and V stay in the L2 cache.
 
-    Works of unequal length are given out longest first, bunch by bunch: small bunches leave the
-    device without short works to end with. So they are made larger there, as long as several
-    multiprocessors share each head's K and V, and all of about the same size.
+    Works of equal length go head by head: all blocks of queries read a head's K and V at about the
+    same time. Those of unequal length are given out longest first, bunch by bunch: small bunches
+    leave the device without short works to end with. So they are made as large as the cache, and
+    larger, as long as several multiprocessors share each head's K and V, and all of about the same
+    size. Beside a bias or a mask, whose rows several heads may share, they fill the cache too.
     """
     heads = problem.batch * problem.heads_q
+    if not unequal(problem) and score_array(problem) is None:
+        return min(problem.group, heads)
     head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * _ITEMSIZE
     most = max(1, int(_L2_SHARE * device.l2_bytes) // head) * problem.group
     if unequal(problem):

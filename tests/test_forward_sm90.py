@@ -110,6 +110,16 @@ def test_works_that_see_nothing_between_others(blocks):
 
 
 @on_host_cuda
+@pytest.mark.parametrize(
+    ("heads", "heads_k", "blocks"), [(5, 5, 6), (6, 2, 9), (5, 5, 4), (6, 2, 6)]
+)
+def test_every_block_of_queries_of_equal_works_is_done_once(heads, heads_k, blocks):
+    """Rounds of the grid that are whole heads, whole groups of heads, and neither."""
+    q, k, v = qkv(7, 1, heads, 400, 64, seqlen_k=60, heads_k=heads_k, dtype=np.float16)
+    close(run(q, k, v, blocks=blocks), attention_reference(q, k, v))
+
+
+@on_host_cuda
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_scores_that_grow_along_the_walk_of_the_keys(dtype):
     """Some rows outgrow their first maximum by far, once or often, beside others that stay."""
