@@ -75,12 +75,12 @@ system:
 	fi
 
 test: $(VENV)/stamp system
-	CUPYFLASH_TEST_KERNEL='$(KERNEL)' $(PY) -m pytest -n $(JOBS) -m 'not gpu' $(PYTEST_ARGS)
+	CUPYFLASH_TEST_KERNEL='$(KERNEL)' $(PY) -m pytest -n $(JOBS) --dist worksteal -m 'not gpu' $(PYTEST_ARGS)
 
 # No environment is made and nothing is fetched: the interpreter's own packages are what is tested,
 # by GPU_JOBS processes where it has pytest-xdist. Most of the time goes into building kernels.
 GPU_JOBS ?= auto
-test-gpu: PARALLEL = $(shell $(PYTHON) -c 'import xdist' 2>/dev/null && echo '-n $(GPU_JOBS)')
+test-gpu: PARALLEL = $(shell $(PYTHON) -c 'import xdist' 2>/dev/null && echo '-n $(GPU_JOBS) --dist worksteal')
 test-gpu:
 	CUPYFLASH_TEST_KERNEL='$(KERNEL)' PYTHONPATH='$(CURDIR)' $(or $(PYTHON),python3) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 

@@ -70,7 +70,7 @@ def test_specialisation_builds_without_spills(kernel, options, architecture):
 
 def test_what_has_changed_builds_without_spills():
     """Further architectures and tiles, for some seconds; `make compile` builds all."""
-    seconds = float(os.environ.get("CUPYFLASH_COMPILE_SECONDS", "20"))
+    seconds = float(os.environ.get("CUPYFLASH_COMPILE_SECONDS", "10"))
     kernel = os.environ.get("CUPYFLASH_TEST_KERNEL") or None
     changed = [case for case in cases(kernel) if not is_checked(case)]
     random.Random(0).shuffle(changed)  # or the first kernel takes all of the time

@@ -193,6 +193,8 @@ def test_what_is_left_to_other_kernels():
 def test_products_are_asynchronous_and_nothing_spills(tiles, general):
     if tiles.score_array and not general:
         pytest.skip("built with all options only")
+    if general and tiles.head_dim not in (64, 256):
+        pytest.skip("left to `make compile`: three and two consumers, the most columns are enough")
     built = _compile.build("forward_sm90", tiles.options("bfloat16", general), "sm_90a")
     assert "C75" not in built.log  # "wgmma.mma_async instructions are serialized"
     allowed = tiling.spill_bytes_allowed("forward_sm90", "sm_90a") if tiles.score_array else 0
