@@ -97,7 +97,9 @@ def faults(build: _compile.Build) -> list[str]:
     expected = getattr(tiles(build.kernel, build.options), "blocks", 1)
     if (blocks := resident_blocks(build)) < expected:
         found.append(f"blocks on a multiprocessor {blocks}, expected {expected}")
-    found += [line.strip() for line in build.log.splitlines() if "warning" in line.lower()]
+    # That NVRTC 12.9 will be the last to know sm_70 is no fault of the text.
+    warnings = (line.strip() for line in build.log.splitlines() if "warning" in line.lower())
+    found += [line for line in warnings if "Architectures prior to" not in line]
     return found
 
 
