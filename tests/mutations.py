@@ -94,7 +94,7 @@ MUTATIONS = (
     Mutation(SM80, "l is not rescaled", "common/tile_softmax.cuh", "l_[m][h] *= keep;", ""),
     Mutation(SIMT, "O is not rescaled", "forward_simt.cu", "O[g][r][e] *= keep;", ";"),
     Mutation(SIMT, "l is not rescaled", "forward_simt.cu", "stats.l *= keep;", ";"),
-    Mutation(SIMT, "sums over head_dim are not made in parts", "forward_simt.cu",
+    Mutation(SIMT, "sums over head_dim are not made in parts", "common/simt_layout.cuh",
              "constexpr int kFold = 256;", "constexpr int kFold = 1 << 24;"),
     Mutation(SIMT, "a part of the sums over head_dim is lost", "forward_simt.cu",
              "folded ? sram.P[place] + S[r][n] : S[r][n]", "S[r][n]"),
@@ -160,7 +160,7 @@ MUTATIONS = (
     # Ragged ends.
     Mutation(SIMT, "vectors of o are stored past its last column", "forward_simt.cu",
              "if (vectors && left >= kVec) {", "if (vectors) {"),
-    Mutation(SIMT, "keys past the last are read", "forward_simt.cu",
+    Mutation(SIMT, "keys past the last are read", "common/simt_chunks.cuh",
              "const bool inside = r >= begin && r < end", "const bool inside = r >= begin"),
     Mutation(SM80, "vectors of o are stored past its last column", "common/products_half.cuh",
              "if (vectors && column + 8 <= cols) {", "if (vectors) {"),
