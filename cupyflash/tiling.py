@@ -279,15 +279,15 @@ def spill_bytes_allowed(kernel: str, architecture: str) -> int:
     fa1_forward's 512 threads have 128 registers each and its products fill them; what ptxas puts
     to local memory are the numbers of the step (i, j), read once a step. The loops of the products
     hold no access to local memory (read in the SASS for sm_90a, sm_100 and sm_120). Volta has no
-    uniform registers, so that what is the same for all lanes takes ordinary ones. forward_sm80
-    spills 8 bytes in one build by NVRTC 13.5, float32 at head_dim 128 for sm_120; which build it is
-    that doesn't fit by a number or two differs from one NVRTC to the next. For sm_100
-    every NVRTC puts up to ten numbers to local memory at head_dim 128 in 16 bits, where two blocks
-    share a multiprocessor, in the build with all options or in the other: written before the
-    product of a step and read behind it, none between the products' instructions. So does
-    forward_simt in float64 with two, by NVRTC 13.0.
-    forward_sm90 spills a counter of works in one build by NVRTC 12.9 and 13.0, that with a bias at
-    head_dim 64: it is read once a step.
+    uniform registers, so that what is the same for all lanes takes ordinary ones.
+
+    Which build of the others doesn't fit by a number or two differs from one NVRTC to the next.
+    forward_sm80 spills 8 bytes in one by 13.5, float32 at head_dim 128 for sm_120. For sm_100 every
+    NVRTC puts up to ten numbers to local memory at head_dim 128 in 16 bits, where two blocks share
+    a multiprocessor, in the build with all options or in the other: written before a product of a
+    step and read behind it, none between the product's instructions. So does forward_simt in
+    float64 with two, by 13.0. forward_sm90 spills a counter of works in one build by 12.9 and 13.0,
+    that with a bias at head_dim 64: it is read once a step.
 
     Parameters
     ----------
