@@ -23,9 +23,10 @@ import argparse
 import contextlib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from cupyflash import __version__, _cli_bench, _cli_info, _cli_plan, _cli_run, demo
 from cupyflash._cli_common import CommandError
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a file's name may have any characters
             stream.reconfigure(errors="backslashreplace")
-    args = _parser().parse_args(argv)
+    args = _parser().parse_args(_attached(sys.argv[1:] if argv is None else argv))
     module, _ = _COMMANDS[args.command]
     stdout = None if sys.stdout is None else _Output(sys.stdout)  # None: closed before the start
     try:
@@ -112,8 +113,28 @@ class _Output:
         os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
+class _Parser(argparse.ArgumentParser):
+    """One that says what is wrong on one line, as the commands do."""
+
+    def error(self, message: str) -> NoReturn:
+        """Leave with exit code 2."""
+        name = self.prog.removeprefix("python -m ")
+        self.exit(2, f"{name}: {message}; {self.prog} --help lists what there is\n")
+
+
+def _attached(argv: Sequence[str]) -> list[str]:
+    """``--window -1,0`` as ``--window=-1,0``: argparse would take -1,0 for an option."""
+    attached: list[str] = []
+    for argument in argv:
+        if attached and attached[-1] == "--window" and re.match(r"-\d", argument):
+            attached[-1] += f"={argument}"
+        else:
+            attached.append(argument)
+    return attached
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m cupyflash",
         description="Exact attention for CuPy and numpy arrays, without the N x N score matrix.",
     )
