@@ -43,6 +43,16 @@ _OVERLAPS_DRIVER = 12030
 _calls: dict[Any, Call] = {}
 
 
+class _Threads(threading.local):
+    """Of this thread: the devices that it has made its own once."""
+
+    def __init__(self) -> None:
+        self.devices: set[int] = set()
+
+
+_threads = _Threads()
+
+
 def signature(
     arrays: Sequence[Any], out: Any, window: Any, kernel: Any, *options: Any
 ) -> tuple[tuple[Any, ...] | None, list[int]]:
@@ -98,9 +108,11 @@ def run(
     cupy = _arrays.import_cupy()
     problem = problem.aligned()
     with cupy.cuda.Device(problem.device):
-        o, lse, records = _launch.prepare(plan, problem, out, return_lse, cupy)
+        # Each launch has workspaces of its own. To allocate them here too would, while a graph is
+        # captured, record the clearing of memory that is not theirs any more when it is replayed.
+        workspaces = _launch.Described
+        o, lse, records = _launch.prepare(plan, problem, out, return_lse, cupy, workspaces)
         call = Call(problem, records, return_lse)
-        del records  # and with them the workspaces that they were described with
         used = [getattr(problem, name) for name in _problem.ARRAYS]
         addresses = [_arrays.address(x) for x in used if x is not None]
         call.launch(addresses, o, lse)
@@ -180,6 +192,12 @@ class Call:
     def launch(self, addresses: list[int], o: Any, lse: Any) -> None:
         """Launch on the current stream of the current device; ``addresses`` of the arguments."""
         cuda = sys.modules["cupy"].cuda
+        if self._device not in _threads.devices:
+            # The driver launches into the thread's context. Where memory comes from CuPy's pool,
+            # nothing that came before has given a new thread one.
+            cuda.runtime.setDevice(self._device)
+            cuda.runtime.memGetInfo()
+            _threads.devices.add(self._device)
         stream = cuda.get_current_stream().ptr
         addresses = [*addresses, o.data.ptr]
         if lse is not None:
@@ -204,10 +222,10 @@ class Call:
         handle = driver.CUstream(stream)
         status, workspace = driver.cuMemAllocAsync(self._workspace_bytes, handle)
         _check(status, "allocate a workspace in a graph")
-        if self._zeroed_bytes:
-            (status,) = driver.cuMemsetD8Async(workspace, 0, self._zeroed_bytes, handle)
-            _check(status, "clear a workspace in a graph")
         try:
+            if self._zeroed_bytes:
+                (status,) = driver.cuMemsetD8Async(workspace, 0, self._zeroed_bytes, handle)
+                _check(status, "clear a workspace in a graph")
             with self._lock:
                 for launch in self._launches:
                     launch([*addresses, int(workspace)], stream)

@@ -47,10 +47,30 @@ class LaunchRecord:
     waits_itself: bool = False
 
 
+class Described:
+    """Workspaces that are not allocated: of their shapes and dtypes, with no memory behind them."""
+
+    @staticmethod
+    def empty(shape: Any, dtype: Any) -> np.ndarray:
+        """As ``numpy.empty``, to be described only."""
+        return np.broadcast_to(np.empty((), dtype), shape)
+
+    zeros = empty
+
+
 def prepare(
-    plan: Plan, problem: AttentionProblem, out: Any, return_lse: bool, xp: Any
+    plan: Plan,
+    problem: AttentionProblem,
+    out: Any,
+    return_lse: bool,
+    xp: Any,
+    workspaces: Any = None,
 ) -> tuple[Any, Any, list[LaunchRecord]]:
-    """Allocate the results and workspaces with ``xp`` (numpy or CuPy); describe the launches."""
+    """Allocate the results with ``xp`` (numpy or CuPy); describe the launches.
+
+    ``workspaces`` has ``empty`` and ``zeros`` for what kernels use beside them; default: ``xp``.
+    """
+    workspaces = xp if workspaces is None else workspaces
     o = xp.empty(problem.out_shape, problem.dtype) if out is None else out
     lse = xp.empty(problem.out_shape[:-1], problem.acc_dtype) if return_lse else None
     if problem.batch * problem.heads_q * problem.seqlen_q == 0:
@@ -59,15 +79,15 @@ def prepare(
     o_heads = o[None] if problem.flat else o
     lse_heads = lse[None] if problem.flat and lse is not None else lse
     if plan.kernel == _sm80.KERNEL:
-        records = _sm80.records(problem, plan.tiles, plan.parts, o_heads, lse_heads, xp)
+        records = _sm80.records(problem, plan.tiles, plan.parts, o_heads, lse_heads, workspaces)
         return o, lse, list(records)
     if plan.kernel == _simt.KERNEL:
-        records = _simt.records(problem, plan.tiles, plan.parts, o_heads, lse_heads, xp)
+        records = _simt.records(problem, plan.tiles, plan.parts, o_heads, lse_heads, workspaces)
         return o, lse, list(records)
     if plan.kernel == _sm90.KERNEL:
-        records = _sm90.records(problem, plan.tiles, plan.device, o_heads, lse_heads, xp)
+        records = _sm90.records(problem, plan.tiles, plan.device, o_heads, lse_heads, workspaces)
         return o, lse, list(records)
-    return o, lse, list(_fa1_records(plan, problem, o_heads, lse_heads, xp))
+    return o, lse, list(_fa1_records(plan, problem, o_heads, lse_heads, workspaces))
 
 
 def _fa1_records(

@@ -9,8 +9,19 @@ import numpy as np
 import pytest
 from paths import KERNELS, launches, normal, qkv
 
-from cupyflash import Algorithm1, _call, _compile, _problem, attention, clear_cache, devices, warmup
+from cupyflash import (
+    Algorithm1,
+    _call,
+    _compile,
+    _launch,
+    _problem,
+    attention,
+    clear_cache,
+    devices,
+    warmup,
+)
 from cupyflash.devices import named_device
+from cupyflash.plan import make_plan
 from cupyflash.reference import attention_reference
 from cupyflash.testing import assert_attention_close
 
@@ -142,7 +153,14 @@ def test_launches_are_given_all_addresses_and_the_callers_list_stays(monkeypatch
 
     memory = FakeMemory()
     results = iter([FakeArray(2, 4, 70, 64, address=n) for n in (6 << 24, 13 << 23)])
-    runtime = types.SimpleNamespace(getDevice=lambda: None, streamIsCapturing=lambda stream: False)
+    made_current = []
+    runtime = types.SimpleNamespace(
+        getDevice=lambda: 0,
+        setDevice=made_current.append,
+        memGetInfo=lambda: made_current.append("context"),
+        streamIsCapturing=lambda stream: False,
+    )
+    monkeypatch.setattr(_call, "_threads", _call._Threads())
     cuda = types.SimpleNamespace(
         runtime=runtime,
         alloc=lambda size: memory,
@@ -154,6 +172,7 @@ def test_launches_are_given_all_addresses_and_the_callers_list_stays(monkeypatch
     problem = _problem.from_arrays("attention", q, k, v, seqlens_k=[3000, 20])
     *_, records = launches(q, k, v, kernel="forward_sm80", num_splits=3, seqlens_k=[3000, 20])
     call = _call.Call(problem, records, return_lse=True)
+    call._device = 0
     monkeypatch.setitem(_call.sys.modules, "cupy", fake)
     addresses = [n << 24 for n in ((1, 2, 3, 4) if given is None else (1, 2, 3, 4, 5))]
     kept = list(addresses)
@@ -167,9 +186,48 @@ def test_launches_are_given_all_addresses_and_the_callers_list_stays(monkeypatch
         assert launch.addresses == [*addresses[:4], o.data.ptr, lse.data.ptr, memory.ptr]
     names = ("q", "k", "v", "seqlens_k", "o", "lse")
     assert [made[0].places[name] for name in names] == [(n, 0) for n in range(6)]
+    assert made_current == [0, "context"]
+    call.launch(addresses[:4], o, lse)
+    assert made_current == [0, "context"]
+    # Another thread may have no context yet, and a launch by the driver needs one.
+    thread = threading.Thread(target=call.launch, args=(addresses[:4], o, lse))
+    thread.start()
+    thread.join()
+    assert made_current == [0, "context"] * 2
     # The parts' O and lse lie behind each other in the workspace, which is the last address.
     parts = [made[1].places[id(p.array)] for p in made[1].record.pointers if p.name in ("O", "lse")]
     assert parts == [(6, 0), (6, 3 * 2 * 4 * 70 * 64 * 4)]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "num_splits"),
+    [("fa1_forward", None), ("forward_sm80", 3), ("forward_simt", 3), ("forward_sm90", None)],
+)
+def test_a_first_call_allocates_results_only(kernel, num_splits):
+    """A graph that captures it would clear, at each replay, memory that went back to the pool."""
+    allocated = []
+
+    class Allocator:
+        def empty(self, shape, dtype):
+            allocated.append(shape)
+            return np.empty(shape, dtype)
+
+    q, k, v = qkv(0, 40, 8, 300, 64, dtype=np.float16)
+    device = named_device("H200")
+    problem = _problem.from_arrays("attention", q, k, v, causal=True)
+    plan = make_plan("attention", problem, kernel, device=device, num_splits=num_splits)
+    described = _launch.Described
+    *_, records = _launch.prepare(plan, problem, None, True, Allocator(), described)
+    assert allocated == [q.shape, q.shape[:-1]]
+    workspaces = _call._workspaces(records)
+    assert workspaces
+    for pointer in workspaces:
+        assert pointer.array.nbytes == pointer.array.size * pointer.array.itemsize
+        assert pointer.array.base.nbytes == pointer.array.itemsize
+    *_, allocating = _launch.prepare(plan, problem, None, True, np)
+    assert [p.array.nbytes for p in _call._workspaces(allocating)] == [
+        p.array.nbytes for p in workspaces
+    ]
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
@@ -283,6 +341,54 @@ def test_one_call_in_many_threads_and_streams(cupy, kernel):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.gpu
+@every_gpu_kernel
+def test_a_thread_that_has_done_nothing_else(cupy, kernel):
+    arrays = on_gpu(cupy, 7, 2, 4, 100, 64)
+    expected = attention(*arrays, kernel=kernel)
+    outs = [cupy.zeros_like(expected) for _ in range(3)]
+    cupy.cuda.Device().synchronize()
+    failures = []
+
+    def work(out):
+        try:
+            attention(*arrays, kernel=kernel, out=out)
+        except Exception as error:
+            failures.append(error)
+
+    for out in outs:
+        thread = threading.Thread(target=work, args=(out,))
+        thread.start()
+        thread.join()
+    assert not failures
+    assert all((out == expected).all() for out in outs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kernel", "num_splits"), [("forward_sm90", None), ("forward_sm80", 3)])
+def test_a_graph_captures_a_first_call(cupy, kernel, num_splits):
+    """Replays write to the call's own memory only, not to what the pool has given away since."""
+    if kernel == "forward_sm90" and devices.current_device(0).compute_capability != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    q, k, v = on_gpu(cupy, 8, 40, 8, 300, 64)
+    how = {"causal": True, "kernel": kernel, "num_splits": num_splits}
+    expected = attention(q, k, v, **how)
+    out = cupy.zeros_like(expected)
+    _call._calls.clear()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        attention(q, k, v, out=out, **how)
+        graph = stream.end_capture()
+        canaries = [cupy.full(n, 77, np.uint8) for n in (4, 512, 512, 512, 10**6, 10**7, 10**8)]
+        for _ in range(2):
+            out[...] = 0
+            graph.launch(stream)
+            stream.synchronize()
+            assert (out == expected).all()
+        assert all((canary == 77).all() for canary in canaries)
 
 
 @pytest.mark.gpu
