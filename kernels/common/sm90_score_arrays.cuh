@@ -111,8 +111,8 @@ __device__ __forceinline__ void take_works_with_care(const Sm90Params& params, S
       work.position = works.position();
       works.next();
     }
+    work.careful = redo;
     if (redo || more) {
-      work.careful = redo;
       describe(work, params.problem, work.position);
       leave_out_hidden_tiles(work, params);
     } else {
