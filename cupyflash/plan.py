@@ -188,8 +188,9 @@ def plan(
 ) -> Plan:
     """Explain how ``attention`` would run a call of these sizes, without arrays or a GPU.
 
-    Block sizes are those of Algorithm 1, line 1 (arXiv:2205.14135): ``B_c = ceil(M / 4d)``,
-    ``B_r = min(B_c, d)``, for the M that the device's shared memory holds.
+    Block sizes come from the kernel's tile table; those of ``fa1_forward`` from Algorithm 1, line
+    1 (arXiv:2205.14135): ``B_c = ceil(M / 4d)``, ``B_r = min(B_c, d)``, for the M that the device's
+    shared memory holds.
 
     Parameters
     ----------

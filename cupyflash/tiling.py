@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tiles from the SRAM size M and head_dim (pages 2 and 4 of the notes), and the one tile table.
+"""Tiles from the SRAM size M and head_dim (pages 2 and 4 of the notes), and all specialisations.
 
 M counts numbers of the accumulation dtype (float32; float64 for float64 inputs) that fit in the
 shared memory of one thread block. Algorithm 1, line 1: ``B_c = ceil(M / 4d)``, ``B_r = min(B_c,

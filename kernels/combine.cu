@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
 // combine.cu: merges the partial results of a forward pass whose keys were split.
+// Source     Dao et al. 2022, arXiv:2205.14135, section 3.1: softmax of blocks, put together.
 // Computes   lse = log(sum_s e^lse_s), O = sum_s e^lse_s O_s / sum_s e^lse_s over a row's parts s:
 //            the merge of online_softmax.py, for all parts at once. Parts that saw no key have
 //            lse_s = -inf and weigh nothing; a row of only such parts is 0, its lse -inf.
@@ -15,6 +16,7 @@
 //            while the forward pass ends, where the GPU can do that, and where its rows lie is known
 //            by then; a team is as large as its row's parts need for one round of loads; and the
 //            first round of O is on its way while the weights are found.
+// Limits     up to kMaxSplits parts.
 #include "common/config.cuh"
 #include "common/online_softmax.cuh"
 #include "common/params.cuh"

@@ -15,11 +15,13 @@
 //            one barrier makes everybody's visible and says that all have left tile j - 1, whose
 //            buffer the copies of tile j + kStages - 1 then take. Without it, a fast warp would
 //            load over what a slow one reads, and read what another has not loaded yet.
-// SRAM       Q_i and kStages times K_j and V_j; bias and mask of a tile, where they are there.
+// SRAM       Q_i and kStages times K_j and V_j; bias and mask of a tile, where they are there; what
+//            the block's threads look up, and which keys of a tile are seen (ScoreChanges::Shared).
 // Products   products_half.cuh (16-bit: ldmatrix, m16n8k16) and products_wide.cuh (float32 as three
 //            TF32 products, float64): their operands come differently, the rest is one text.
 // Rounding   ex2.approx and, for softcap of 16-bit elements, tanh.approx.
-// Limits     d <= 256.
+// Limits     d <= 256; sequences of less than 2^29, so that positions are 32-bit numbers; 2^32 heads
+//            of the whole batch.
 #include "common/config.cuh"
 #include "common/mask.cuh"
 #include "common/params.cuh"

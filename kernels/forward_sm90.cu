@@ -17,32 +17,38 @@
 //            warp 3 bias or mask.
 //            Warpgroups 1 to kConsumers: S = Q K^T, softmax, O += P V for 64 queries each; S, P
 //            and O live in their registers, which the producer gives up.
+// SRAM       kQStages of Q_i, kStages of K_j and V_j, kScoreStages of bias or mask for each
+//            consumer, all swizzled; kWorkStages descriptions of works; mbarriers: struct Shared.
 // Pipeline   the tiles of all works are one stream. A consumer's step t: S_t = Q K_t^T and O +=
 //            P_t-1 V_t-1 are started together; the softmax of S_t runs while the second product
-//            does. Where t-1 was a work's last tile, O goes out at the end of the step. Maxima of rows
-//            are looked for in the first tile of a work and in masked ones only: see FragmentSoftmax.
-//            A consumer passes by the tiles that none of its queries sees. With ping-pong, the
-//            consumers start their products in turn, so that one's softmax runs under the other's:
+//            does. Where t-1 was a work's last tile, O goes out at the end of the step. Maxima of
+//            rows are looked for in the first tile of a work and in masked ones, and in all of them
+//            beside ALiBi, bias or mask: see FragmentSoftmax. A consumer passes by the tiles that
+//            none of its queries sees. With ping-pong, the consumers start their products in turn,
+//            so that one's softmax runs under the other's:
 //              consumer 1   [QK PV]softmax ......[QK PV]softmax
 //              consumer 2   ......[QK PV]softmax ......[QK PV]softmax
 // Barriers   X_full (X = Q, K, V): a producer warp's arrival and TMA's bytes; consumers wait for it
 //            before they read X. Without it they would read the tile before.
-//            X_empty: every consumer warp arrives when its products that read X are complete, and, of
-//            Q and K, when no row needs its scores once more; the producer warp waits for it before it
-//            loads over X.
+//            X_empty: every consumer warp arrives when its products that read X are complete, and,
+//            of Q and K, when no row needs its scores once more; the producer warp waits for it
+//            before it loads over X.
 //            work_full, work_empty: the same for the description of a work, written by warp 0.
 //            work_wanted: warp 1 has nearly started all loads of a work; warp 0 takes the next one.
 //            V_landed: warp 2 waits for its own load where it has to overwrite rows of V.
-//            scores_full, scores_empty: as those of K, for a consumer's own tile of bias or mask; see
-//            sm90_score_arrays.cuh.
+//            scores_full, scores_empty: as those of K, for a consumer's own tile of bias or mask;
+//            see sm90_score_arrays.cuh.
 //            Turn (named barrier 1 + c): consumer c waits for consumer c - 1 to have started its
 //            products. It orders only the use of the tensor cores: without it results are the same.
-// Options    CUPYFLASH_GENERAL = 1 adds softcap (tanh.approx: 2^-11 of the cap) and ALiBi between the
-//            product and the softmax. CUPYFLASH_SCORE_ARRAY = bias or mask adds that array, of the
-//            inputs' dtype or of bytes, behind them.
-// Limits     softmax_scale, the cap and their ratio within 2^-100 to 2^100, 2^-20 to 2^20 with ALiBi.
-//            A bias or a mask, not both; as TMA takes it: columns contiguous, the other strides
-//            multiples of 16 bytes and not negative, 0 where it is broadcast.
+// Options    CUPYFLASH_GENERAL = 1 adds softcap (tanh.approx: 2^-11 of the cap) and ALiBi between
+//            the product and the softmax. CUPYFLASH_SCORE_ARRAY = bias or mask adds that array, of
+//            the inputs' dtype or of bytes, behind them.
+// Rounding   ex2.approx for weights, __fdividef and __log2f once a row: 2^-22, far below what P and
+//            O lose in 16 bits.
+// Limits     head dims up to 256, sequences of less than 2^30, less than 2^31 works.
+//            softmax_scale, the cap and their ratio within 2^-100 to 2^100, 2^-20 to 2^20 with
+//            ALiBi. A bias or a mask, not both; as TMA takes it: columns contiguous, the other
+//            strides multiples of 16 bytes and not negative, 0 where it is broadcast.
 //            V is in shared memory for all rows: a NaN in a row of V that some query of the block
 //            sees reaches the others.
 #include "common/fragment_softmax.cuh"
@@ -571,7 +577,7 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, 1)
 
   if (threadIdx.x < kWarpgroup) {
     setmaxnreg_dec<kProducerRegisters>();
-    // Three roles of one thread or one warp each; the other threads have nothing to do.
+    // Roles of one thread or one warp each; the other threads have nothing to do.
     if (threadIdx.x == 0) {
       if constexpr (kHasScoreArray) {
         take_works_with_care(params, shared);
