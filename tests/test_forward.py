@@ -117,6 +117,24 @@ def test_any_head_dim_with_default_tiles(path, head_dim):
 
 
 @every_kernel
+@pytest.mark.parametrize("first", [-800, -1000, 582, 580])
+@pytest.mark.parametrize("q_entry", [1e4, 50.0, 3.0])
+def test_large_scores_of_one_sign_that_differ_little(path, first, q_entry):
+    """Scores of up to 8e7 and a second level near the first: all weight is the larger one's."""
+    second = {-800: -1000, -1000: -800, 582: 580, 580: 582}[first]
+    dtype = np.float32 if "float16" not in path.dtypes else np.float16
+    q = np.full((1, 1, 64), q_entry, dtype)
+    k = np.full((1, 256, 64), second, dtype)
+    v = np.full((1, 256, 64), 5, dtype)
+    k[:, :128], v[:, :128] = first, 1
+    expected = (1, 5)[second > first]
+    o, lse = path(q, k, v)
+    np.testing.assert_array_equal(o, expected)
+    score = 8 * q_entry * max(first, second)
+    np.testing.assert_allclose(lse, score + np.log(128), rtol=2.0**-22)
+
+
+@every_kernel
 @pytest.mark.parametrize("slope", [30.0, -30.0])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_scores_that_rise_or_fall_over_many_tiles(path, dtype, slope):

@@ -46,12 +46,6 @@ __device__ __forceinline__ void hide_before(float (&S)[n], const int (&first)[kF
   }
 }
 
-// The largest power of two that is at most x, for a positive x; never below the least normal float.
-__device__ __forceinline__ float power_of_two_below(float x) {
-  const float power = __builtin_bit_cast(float, __builtin_bit_cast(unsigned, x) & 0x7f800000u);
-  return power == 0.0f ? __builtin_bit_cast(float, 0x00800000u) : power;
-}
-
 // (m, l) of two rows. Scores s are counted in some unit u (unscaled products in softmax_scale); the
 // weights are 2^(slope s - base), where slope = u log2(e) and base = slope m. O / l is the same for
 // any m, and P, O and l hold numbers much larger than 1 as well as those below: m need not be the
@@ -59,9 +53,8 @@ __device__ __forceinline__ float power_of_two_below(float x) {
 // masked (fold); from there on tiles are folded by the m that is there (fold_steady), and a new one
 // is looked for only by rows that get a weight beyond kRoom (fold_grown).
 // One FMA makes the exponent: it rounds base, by the same amount in every weight of the row and in
-// l, which cancels. From kLargeBase on that rounding would exceed what a 16-bit P can hold; two
-// different scores are then so far apart that the larger has almost all the weight at any slope,
-// and one that is a power of two makes slope m exact.
+// l, which cancels. From kLargeBase on that rounding would exceed what a 16-bit P can hold: there m
+// is taken from the scores first, which is exact for those that are near it, and base is 0.
 struct FragmentSoftmax {
   static constexpr float kSlack = 8.0f;             // fold lets m be, while weights stay below 2^8
   static constexpr float kRoom = 16384.0f;          // 2^14, far below 65,504, what float16 ends at
@@ -81,29 +74,22 @@ struct FragmentSoftmax {
   // Turns S into weights. True if m has moved: then O is to be multiplied by keep.
   template <int n>
   __device__ __forceinline__ bool fold(float (&S)[n], float slope, float (&keep)[kFragmentRows]) {
-    float row_slope[kFragmentRows], base[kFragmentRows];
+    float base[kFragmentRows], offset[kFragmentRows];
     bool moved = false;
 #pragma unroll
     for (int r = 0; r < kFragmentRows; ++r) {
       const float top = quad_max(fmaxf(m[r], row_max(S, r)));
-      const float base_old = slope_at(m[r], slope) * m[r];
-      bool moves = slope * top - base_old > kSlack;
-      // The least bias of its dtype, in all of a row, is no infinity, though slope times it is.
-      if constexpr (kScoreArray == ScoreArray::bias) {
-        moves = top > m[r] && !(slope * top - base_old <= kSlack);
-      }
-      m[r] = moves ? top : m[r];
-      row_slope[r] = slope_at(m[r], slope);
-      base[r] = exponent_base(row_slope[r] * m[r]);
-      keep[r] = ex2_approx(fminf(base_old - base[r], 0.0f));
+      const float m_old = m[r];
+      const bool moves = slope * (top - m_old) > kSlack;  // false where nothing was seen yet
+      m[r] = moves ? top : m_old;
+      const float factor = rebase(m_old, m[r], slope, base[r], offset[r]);
+      keep[r] = moves ? factor : 1.0f;
       l[r] *= keep[r];
       moved = moved || moves;
     }
+    subtract(S, offset);
 #pragma unroll
-    for (int x = 0; x < n; ++x) {
-      const int r = x / 2 % 2;
-      S[x] = ex2_approx(fmaf(S[x], row_slope[r], -base[r]));
-    }
+    for (int x = 0; x < n; ++x) S[x] = ex2_approx(fmaf(S[x], slope, -base[x / 2 % 2]));
 #pragma unroll
     for (int r = 0; r < kFragmentRows; ++r) l[r] += row_sum(S, r);
     return moved;
@@ -146,18 +132,22 @@ struct FragmentSoftmax {
   __device__ __forceinline__ void fold_grown(float (&S)[n], float slope,
                                              const bool (&grown)[kFragmentRows],
                                              float (&keep)[kFragmentRows]) {
+    float base[kFragmentRows], offset[kFragmentRows];
 #pragma unroll
     for (int r = 0; r < kFragmentRows; ++r) {
       const float top = quad_max(fmaxf(m[r], row_max(S, r)));
-      const float base_old = slope * m[r];
-      m[r] = grown[r] ? top : m[r];
-      const float row_slope = slope_at(m[r], slope);
-      const float base = row_slope * m[r];
-      keep[r] = grown[r] ? ex2_approx(fminf(base_old - base, 0.0f)) : 1.0f;
+      const float m_old = m[r];
+      m[r] = grown[r] ? top : m_old;
+      const float factor = rebase(m_old, m[r], slope, base[r], offset[r]);
+      keep[r] = grown[r] ? factor : 1.0f;
+    }
+    subtract(S, offset);
+#pragma unroll
+    for (int r = 0; r < kFragmentRows; ++r) {
 #pragma unroll
       for (int x = 2 * r; x < n; x += 4) {
-        S[x] = grown[r] ? ex2_approx(fmaf(S[x], row_slope, -base)) : S[x];
-        S[x + 1] = grown[r] ? ex2_approx(fmaf(S[x + 1], row_slope, -base)) : S[x + 1];
+        S[x] = grown[r] ? ex2_approx(fmaf(S[x], slope, -base[r])) : S[x];
+        S[x + 1] = grown[r] ? ex2_approx(fmaf(S[x + 1], slope, -base[r])) : S[x + 1];
       }
       l[r] = fmaf(l[r], keep[r], row_sum(S, r));
     }
@@ -196,8 +186,25 @@ struct FragmentSoftmax {
     return sum[0] + sum[1];
   }
 
-  static __device__ __forceinline__ float slope_at(float m, float slope) {
-    return fabsf(slope * m) < kLargeBase ? slope : power_of_two_below(slope);
+  // What the weights of a row with this m are made with: scores less offset, times slope, less
+  // base. Returns what sums that were made with a smaller m are to be multiplied by.
+  static __device__ __forceinline__ float rebase(float m_old, float m, float slope, float& base,
+                                                 float& offset) {
+    const bool large = fabsf(slope * m) >= kLargeBase && m != kMinusInfinity;
+    offset = large ? m : 0.0f;
+    base = large ? 0.0f : exponent_base(slope * m);
+    // The old base as it was rounded then, and not within an FMA.
+    const float step = large ? slope * (m_old - m) : __fmul_rn(slope, m_old) - base;
+    return ex2_approx(fminf(step, 0.0f));
+  }
+
+  // Takes its offset, nearly always 0, from each row.
+  template <int n>
+  static __device__ __forceinline__ void subtract(float (&S)[n],
+                                                  const float (&offset)[kFragmentRows]) {
+    if (!__any_sync(kFullWarp, offset[0] != 0.0f || offset[1] != 0.0f)) return;
+#pragma unroll
+    for (int x = 0; x < n; ++x) S[x] -= offset[x / 2 % 2];
   }
 };
 
