@@ -10,6 +10,7 @@ import site
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from configparser import ConfigParser
@@ -25,6 +26,13 @@ KERNELS = sorted(
     for path in (ROOT / "kernels").rglob("*.cu*")
     if path.suffix in (".cu", ".cuh")
 )
+# What the project is; a checkout that is worked in has more.
+FOLDERS = (".ci", "cupyflash", "docs", "kernels", "tests")
+FILES = (
+    *(".clang-format", ".gitignore", "LICENSE", "MANIFEST.in", "Makefile", "README.md"),
+    *("pyproject.toml", "setup.cfg"),
+)
+UNWANTED = ("__pycache__", ".ruff_cache")
 
 # Calls attention and says where things were found, as one line of JSON.
 USE = """
@@ -72,10 +80,10 @@ def sources_copy(tmp_path):
     import shutil
 
     copy = tmp_path / "checkout"
-    ignore = shutil.ignore_patterns("__pycache__", ".ruff_cache")
-    for folder in ("cupyflash", "kernels"):
+    ignore = shutil.ignore_patterns(*UNWANTED)
+    for folder in FOLDERS:
         shutil.copytree(ROOT / folder, copy / folder, ignore=ignore)
-    for file in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    for file in FILES:
         shutil.copy(ROOT / file, copy / file)
     return copy
 
@@ -124,6 +132,22 @@ def test_wheel(tmp_path, empty_environment):
     pip(sys.executable, "--python", python, "install", str(wheel))
     package = purelib / "cupyflash"
     check_use(run(python, USE, empty), package, package / "kernels")
+
+
+def test_sdist(tmp_path):
+    """Its tests have all that they import and read, and it builds what a checkout builds."""
+    checkout = sources_copy(tmp_path)
+    (checkout / "tests" / "stray.pyc").touch()
+    wanted = {path.relative_to(checkout) for path in checkout.rglob("*") if path.is_file()}
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    run(sys.executable, code, checkout)
+    (sdist,) = tmp_path.glob("cupyflash-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        packed = {Path(*Path(member.name).parts[1:]) for member in archive if member.isfile()}
+    made = {
+        path for path in packed if path.name == "PKG-INFO" or path.parts[0].endswith("egg-info")
+    }
+    assert packed - made == wanted - {Path("tests/stray.pyc")}
 
 
 def test_editable_install(tmp_path, empty_environment):
