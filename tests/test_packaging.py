@@ -127,7 +127,7 @@ def test_wheel(tmp_path, empty_environment):
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "cupyflash").glob("*.py")}
     data = {f"cupyflash/kernels/{name}" for name in KERNELS}
     assert installed == modules | data | {"cupyflash/py.typed"}
-    assert sorted(required) == ["ml_dtypes", "numpy", "threadpoolctl"]
+    assert sorted(required) == ["ml_dtypes", "numpy>=1.25", "threadpoolctl>=3"]
 
     pip(sys.executable, "--python", python, "install", str(wheel))
     package = purelib / "cupyflash"
