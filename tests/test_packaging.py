@@ -194,6 +194,20 @@ def test_import_without_a_home_folder(tmp_path):
     assert answer.strip() == cupyflash.__version__
 
 
+def test_testing_without_hypothesis_says_what_to_install():
+    code = """
+import sys
+sys.modules["hypothesis"] = None
+try:
+    import cupyflash.testing
+except ImportError as error:
+    print(error)
+"""
+    answer = run(sys.executable, code, ROOT, PYTHONPATH=str(ROOT))
+    assert answer.startswith("cupyflash.testing needs hypothesis (")
+    assert answer.strip().endswith("pip install 'cupyflash[testing]'")
+
+
 def test_exports():
     """A name more or less is a promise made or broken: both are to be meant."""
     exported = ["Algorithm1", "Plan", "attention", "clear_cache", "plan", "warmup"]
