@@ -55,6 +55,7 @@ lint: $(VENV)/stamp
 	$(RUFF) check $(RUFF_SETTINGS) $(RUFF_RULES) .
 	$(RUFF) format $(RUFF_SETTINGS) --check .
 	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_SOURCES)
+	! grep -nE '.{101}' $(CXX_SOURCES)  # clang-format leaves comments alone
 
 format: $(VENV)/stamp
 	$(RUFF) check $(RUFF_SETTINGS) $(RUFF_RULES) --fix .
