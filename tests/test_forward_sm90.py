@@ -7,11 +7,12 @@ import hostcuda
 import ml_dtypes
 import numpy as np
 import pytest
+from compile_matrix import spill_bytes_allowed
 from hostcuda.probes import MARKS
 from hypothesis import given, settings
 from paths import ON_GPU, ON_HOST_CUDA, launches, normal, qkv, readable_by_tma
 
-from cupyflash import _compile, _sm90, attention, devices, plan, tiling
+from cupyflash import _compile, _sm90, attention, devices, plan
 from cupyflash.plan import _cached_plan
 from cupyflash.reference import attention_reference
 from cupyflash.testing import OPTIONS, Problem, assert_attention_close, attention_problems
@@ -198,7 +199,7 @@ def test_products_are_asynchronous_and_nothing_spills(tiles, general):
         pytest.skip("left to `make compile`: three and two consumers, the most columns are enough")
     built = _compile.build("forward_sm90", tiles.options("bfloat16", general), "sm_90a")
     assert "C75" not in built.log  # "wgmma.mma_async instructions are serialized"
-    allowed = tiling.spill_bytes_allowed("forward_sm90", "sm_90a") if tiles.score_array else 0
+    allowed = spill_bytes_allowed("forward_sm90", "sm_90a") if tiles.score_array else 0
     assert max(built.spill_store_bytes, built.stack_bytes) <= allowed
     assert tiles.smem_bytes <= devices.named_device("H200").smem_block_bytes
 
