@@ -218,6 +218,18 @@ def algorithm1_tiling(
     -------
     Tiling or None
         None where not even one row of each fits, or not what was asked for.
+
+    Examples
+    --------
+    M = 8192 by the letter, ``B_c = ceil(8192 / 256)``; 256 bytes hold no row of each:
+
+    >>> from cupyflash import plan
+    >>> p = plan(seqlen_q=128, head_dim=64, dtype="float32", device="H200").problem
+    >>> t = algorithm1_tiling(p, sram_bytes=65536, sram_elements=8192)
+    >>> t.Br, t.Bc, t.Tr, t.Tc
+    (32, 32, 4, 4)
+    >>> algorithm1_tiling(p, sram_bytes=256) is None
+    True
     """
     itemsize = problem.acc_dtype.itemsize
     d, dv = problem.head_dim, problem.head_dim_v
@@ -283,6 +295,11 @@ def specialisations() -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
         The -D macros of the specialisation.
     architectures : tuple of str
         Where a plan may ask for it.
+
+    Examples
+    --------
+    >>> sorted({kernel for kernel, _, _ in specialisations()})
+    ['combine', 'fa1_forward', 'forward_simt', 'forward_sm80', 'forward_sm90']
     """
     from cupyflash import _simt, _sm80, _sm90  # which use this module
 
