@@ -54,9 +54,14 @@ print(json.dumps({
 """
 
 
+def without_path():
+    """This process's environment but for PYTHONPATH, where another cupyflash may lie."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 def run(python, code, cwd, **environment):
     """Run code in an interpreter of its own, without this process's PYTHONPATH."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment
+    environment = without_path() | environment
     result = subprocess.run(
         [python, "-W", "error", "-c", code],
         cwd=cwd,
@@ -71,7 +76,7 @@ def run(python, code, cwd, **environment):
 def pip(python, *arguments):
     command = [python, "-m", "pip", *arguments, "--no-deps", "--no-build-isolation", "--no-index"]
     quiet = ["--quiet", "--disable-pip-version-check"]
-    result = subprocess.run([*command, *quiet], capture_output=True, text=True)
+    result = subprocess.run([*command, *quiet], env=without_path(), capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
