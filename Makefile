@@ -10,6 +10,10 @@
 #                                                      (make test: one of a family, and for some seconds
 #                                                      what changed; CUPYFLASH_COMPILE_SECONDS)
 #   make sanitize [PYTHON=python3]                     GPU tests under compute-sanitizer
+#   make bench | profile [KERNEL=...] [PYTHON=python3] time the kernels on a GPU, or watch one by ncu
+#                                                      (BENCH_ARGS="--grid paper --rows head_dim=64")
+#   make sass KERNEL=forward_sm90 [SPEC=...]           what a specialisation's instructions are
+#                                                      (SPEC="element=float16 head_dim=64")
 #   make install | clean | clean-cache
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -34,7 +38,7 @@ RUFF_RULES := --select E,F,W,I,UP,B,SIM,PT,RUF --ignore E741
 CXX_SOURCES = $(shell find kernels tests \
 	-name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.hpp' -o -name '*.cpp')
 
-.PHONY: install lint format test test-gpu demo compile sanitize clean clean-cache system
+.PHONY: install lint format test test-gpu demo compile sanitize bench profile sass clean clean-cache system
 
 define new_venv
 @test -n "$(PYTHON)" || { echo "make: no Python 3.11 to 3.14 with the venv module was found;" \
@@ -55,6 +59,7 @@ lint: $(VENV)/stamp
 	$(RUFF) check $(RUFF_SETTINGS) $(RUFF_RULES) .
 	$(RUFF) format $(RUFF_SETTINGS) --check .
 	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_SOURCES)
+	! grep -nE '.{101}' $(CXX_SOURCES)  # clang-format leaves comments alone
 
 format: $(VENV)/stamp
 	$(RUFF) check $(RUFF_SETTINGS) $(RUFF_RULES) --fix .
@@ -114,8 +119,27 @@ compile: $(VENV)/stamp $(NVRTC:%=.venv-nvrtc-%/stamp)
 			|| status=1; \
 	done; exit $$status
 
-clean-cache: $(VENV)/stamp
-	$(PY) -c 'from cupyflash._compile import clear_cache; clear_cache()'
+# With the interpreter's own packages, as test-gpu.
+BENCH_ARGS ?=
+BENCH = PYTHONPATH='$(CURDIR)' $(1) $(or $(PYTHON),python3) -m cupyflash bench $(if $(KERNEL),--kernel $(KERNEL))
+bench:
+	$(call BENCH) $(BENCH_ARGS)
+
+# The second launch, so that none of it is the first one's.
+profile:
+	@command -v ncu >/dev/null || { echo "make: ncu is missing; it comes with the CUDA toolkit, or as" \
+		"Nsight Compute" >&2; exit 1; }
+	$(call BENCH,ncu --set full --kernel-name 'regex:forward' --launch-skip 1 --launch-count 1) \
+		--against --rounds 1 $(BENCH_ARGS)
+
+sass: $(VENV)/stamp
+	@test -n "$(KERNEL)" || { echo "make: name a kernel: make sass KERNEL=forward_sm90" >&2; exit 1; }
+	@$(PY) tests/sass.py $(KERNEL) $(SPEC)
+
+# Any interpreter with numpy will do; the folder is the same for all.
+clean-cache:
+	PYTHONPATH='$(CURDIR)' $(or $(wildcard $(PY)),$(PYTHON),python3) -c \
+		'from cupyflash import clear_cache; clear_cache()'
 
 clean:
 	rm -rf .venv .venv-demo .venv-nvrtc-* build dist *.egg-info .hypothesis .pytest_cache .ruff_cache

@@ -129,6 +129,11 @@ def clear_cache() -> None:
 
     The folder is ``CUPYFLASH_CACHE_DIR``, else ``cupyflash`` in the user's cache folder; only
     files that cupyflash wrote there are deleted. The next call of a kernel builds it anew.
+
+    Examples
+    --------
+    >>> from cupyflash import clear_cache
+    >>> clear_cache()  # doctest: +SKIP
     """
     _calls.clear()
     _compile.clear_cache()

@@ -124,13 +124,18 @@ def _broadcast(function: str, xp: Any, name: str, array: Any, shape: tuple[int, 
         ) from None
 
 
+def _listed(value: Any) -> np.ndarray:
+    """A list as an array; a ragged one gives an object, which is refused by its dtype."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        return np.asarray(None)
+
+
 def _small_array(function: str, xp: Any, name: str, value: Any, q: Any, dtype: Any) -> Any:
     """``value`` as an array beside q; numbers and sequences of numbers are moved there."""
     if isinstance(value, (list, tuple)) or _is_number(value):
-        try:
-            numbers_given = np.asarray(value)
-        except ValueError:  # a ragged list
-            numbers_given = np.asarray(None)
+        numbers_given = _listed(value)
         if numbers_given.dtype.kind not in "iuf" and numbers_given.size:
             raise TypeError(f"{function}: {name} is {value!r}; expected numbers or an array")
         with np.errstate(over="ignore", under="ignore"):
@@ -149,10 +154,7 @@ def seqlens_array(
     function: str, xp: Any, value: Any, q: Any, batch_shape: tuple[int, ...], seqlen_k: int
 ) -> Any:
     if isinstance(value, (list, tuple)) or _is_number(value):
-        try:
-            host = np.asarray(value)
-        except ValueError:  # a ragged list
-            host = np.asarray(None)
+        host = _listed(value)
         if host.dtype.kind not in "iu" and host.size:
             raise TypeError(
                 f"{function}: seqlens_k is {value!r}; expected integers, of 64 bits at most"

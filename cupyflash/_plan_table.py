@@ -69,7 +69,7 @@ def table(p: Plan) -> list[str]:
             for n, (name, elements) in enumerate(t.terms)
         ),
         ("SRAM in all", f"{p.smem_bytes} of {device.smem_block_bytes} bytes"),
-        ("grid", f"{p.grid}: {p.chunks} chunks of T_r for each of the batch's heads"),
+        ("grid", f"{p.grid}: {_plural(p.chunks, 'chunk')} of T_r for each of the batch's heads"),
         ("block", f"{p.block}"),
         (
             "blocks",
@@ -110,7 +110,7 @@ def _divided_rows(p: Plan, tiles: _sm80.Tiles, device: Device) -> list[tuple[str
     assert parts is not None
     Tr = tiling.ceil_div(problem.seqlen_q * parts.pack, tiles.Br)
     heads = problem.batch * problem.heads_q // parts.pack
-    grid = f"{p.grid}: {Tr} blocks of queries of {heads} heads"
+    grid = f"{p.grid}: {_plural(Tr, 'block')} of queries of {_plural(heads, 'head')}"
     if parts.slices > 1:
         grid += f", {parts.slices} slices of head_dim_v"
     chunks = "any in chunks of " if p.kernel == _simt.KERNEL else ""
@@ -153,7 +153,7 @@ def _sm90_rows(p: Plan, tiles: _sm90.Tiles, device: Device) -> list[tuple[str, s
         ("tiles hold", f"head_dim {tiles.head_dim}, head_dim_v {tiles.head_dim_v}"),
         ("stages", f"{tiles.stages} tiles each of K and V" + _score_stages(tiles)),
         ("SRAM in all", f"{p.smem_bytes} of {device.smem_block_bytes} bytes"),
-        ("grid", f"{p.grid}: persistent, for {heads * Tr} blocks of queries"),
+        ("grid", f"{p.grid}: persistent, for {_plural(heads * Tr, 'block')} of queries"),
         ("block", f"{p.block}: a producer warpgroup, and one for each 64 queries"),
         ("heads at a time", f"{_sm90.bunch(problem, device)} of {heads}, for the L2 cache"),
     ]
@@ -185,6 +185,10 @@ def _options(problem: AttentionProblem) -> list[str]:
 def _aligned(rows: list[tuple[str, str]]) -> list[str]:
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]
+
+
+def _plural(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def _count(n: float) -> str:

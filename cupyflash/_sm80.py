@@ -9,14 +9,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from cupyflash import _arrays, _params
+from cupyflash import _params, _tiles
 from cupyflash._problem import ARRAYS, AttentionProblem
 from cupyflash.devices import Device
 from cupyflash.tiling import ceil_div, round_up
 
 KERNEL = "forward_sm80"
 COMBINE = "combine"
-_VECTOR = 16  # bytes of the widest access
 _ROW_LINE = 128  # bytes that a row of a tile in shared memory is padded to
 _STATIC_SMEM = 128  # bytes that a block has beside its tiles, at most
 _MAX_LENGTH = 2**29  # of sequences, so that sums of positions are 32-bit numbers
@@ -26,8 +25,6 @@ SLOW_FLOAT64 = ((7, 5), (8, 6), (8, 9), (10, 3), (12, 0))
 _COMBINE_WARPS = 8  # kWarps
 _COMBINE_ROUND = 4  # kRound
 MAX_SPLITS = 128  # kMaxSplits
-# The K and V of the heads that are walked together take at most this part of the L2 cache.
-_L2_SHARE = 0.4
 _PROBLEM = tuple(f"problem.{name}" for name in _params.PROBLEM_FIELDS)
 _FIELDS = (
     *_PROBLEM,
@@ -87,13 +84,7 @@ class Tiles:
     def options(self, dtype: str, general: bool) -> tuple[str, ...]:
         """The -D macros of the specialisation."""
         return (
-            f"-DCUPYFLASH_ELEMENT={dtype}",
-            f"-DCUPYFLASH_GENERAL={int(general)}",
-            f"-DCUPYFLASH_HEAD_DIM={self.head_dim}",
-            f"-DCUPYFLASH_HEAD_DIM_V={self.head_dim_v}",
-            f"-DCUPYFLASH_BR={self.Br}",
-            f"-DCUPYFLASH_BC={self.Bc}",
-            f"-DCUPYFLASH_STAGES={self.stages}",
+            *_tiles.options(self, dtype, general),
             f"-DCUPYFLASH_WARPS={self.warps}",
             f"-DCUPYFLASH_BLOCKS={self.blocks}",
             *(("-DCUPYFLASH_TF32=1",) if self.tf32 else ()),
@@ -283,7 +274,7 @@ def _bunch(problem: AttentionProblem, device: Device, packed: int) -> int:
     if problem.window_left < 0 and problem.window_right < 0:
         return 1  # all works take equally long
     row = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    key_heads = max(1, int(_L2_SHARE * device.l2_bytes) // max(1, problem.seqlen_k * row))
+    key_heads = max(1, int(_tiles.L2_SHARE * device.l2_bytes) // max(1, problem.seqlen_k * row))
     return max(1, min(key_heads * problem.group // packed, heads))
 
 
@@ -316,7 +307,7 @@ def records(
         numbers = {"pack": work.pack, "bunch": work.bunch, "splits": work.splits}
         numbers |= {"slices": work.slices}
         for name in (*"qkvo", "bias", "mask"):
-            numbers[f"{name}_vectors"] = int(_vectors(name, views))
+            numbers[f"{name}_vectors"] = int(_tiles.vectors(name, views))
         numbers = {name: value for name, value in numbers.items() if name in fields}
         heads = batch * problem.heads_q // work.pack
         at_once = max(1, _launch.MAX_GRID_X // work.blocks_a_head)
@@ -371,22 +362,6 @@ def combine_team(splits: int) -> int:
 def combine_options(dtype: str) -> tuple[str, ...]:
     """The -D macros of ``combine``."""
     return (f"-DCUPYFLASH_ELEMENT={dtype}", "-DCUPYFLASH_GENERAL=0")
-
-
-def _steps(name: str, views: dict[str, Any]) -> list[int]:
-    """Bytes from one row, head or batch entry of an array to the next, and to its first element."""
-    array, byte_offset = views[f"{name}.data"]
-    axes = ("row", "head", *(f"batch[{axis}]" for axis in range(_params.BATCH_AXES)))
-    steps = [array.dtype.itemsize * views.get(f"{name}.{axis}", 0) for axis in axes]
-    return [*steps, _arrays.address(array) + byte_offset]
-
-
-def _vectors(name: str, views: dict[str, Any]) -> bool:
-    """Whether rows can be accessed 16 bytes at a time: contiguous, all of them aligned."""
-    if f"{name}.data" not in views:
-        return False
-    contiguous = views[f"{name}.col"] == 1 or views[f"{name}.data"][0].shape[-1] == 1
-    return contiguous and not any(step % _VECTOR for step in _steps(name, views))
 
 
 def specialisations() -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:

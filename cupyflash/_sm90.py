@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash import _arrays, _params, _tensormap
+from cupyflash import _arrays, _params, _tensormap, _tiles
 from cupyflash._problem import AttentionProblem
 from cupyflash.devices import Device
 from cupyflash.tiling import ceil_div, round_up
@@ -30,9 +30,6 @@ _SCALES_WITH_ALIBI = (2.0**-20, 2.0**20)
 # Fewer queries waste most of a tile; more keys are worth dividing.
 _FEW_ROWS = 16
 _MANY_KEYS = 1024
-# The K and V of the heads that are walked together take at most this part of the L2 cache: half,
-# since each of its two partitions keeps what the other's multiprocessors ask for.
-_L2_SHARE = 0.4
 # Multiprocessors that read one head's K and V at about the same time, where the cache does not hold
 # those of all heads of a bunch.
 _SHARING = 4
@@ -83,13 +80,7 @@ class Tiles:
     def options(self, dtype: str, general: bool = False) -> tuple[str, ...]:
         """The -D macros of the specialisation."""
         return (
-            f"-DCUPYFLASH_ELEMENT={dtype}",
-            f"-DCUPYFLASH_GENERAL={int(general)}",
-            f"-DCUPYFLASH_HEAD_DIM={self.head_dim}",
-            f"-DCUPYFLASH_HEAD_DIM_V={self.head_dim_v}",
-            f"-DCUPYFLASH_BR={self.Br}",
-            f"-DCUPYFLASH_BC={self.Bc}",
-            f"-DCUPYFLASH_STAGES={self.stages}",
+            *_tiles.options(self, dtype, general),
             f"-DCUPYFLASH_Q_STAGES={self.q_stages}",
             *(
                 (
@@ -292,7 +283,7 @@ def records(
                 "blocks": blocks,
                 "heads": heads,
                 "counter": counter,
-                "o_vectors": int(_vectors(views, problem)),
+                "o_vectors": int(_tiles.vectors("o", views)),
                 "score_rows": score_rows,
             },
         )
@@ -329,7 +320,7 @@ def bunch(problem: AttentionProblem, device: Device) -> int:
     if not unequal(problem) and score_array(problem) is None:
         return min(problem.group, heads)
     head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * _ITEMSIZE
-    most = max(1, int(_L2_SHARE * device.l2_bytes) // head) * problem.group
+    most = max(1, int(_tiles.L2_SHARE * device.l2_bytes) // head) * problem.group
     if unequal(problem):
         most = max(most, device.multiprocessors // _SHARING)
         most = ceil_div(heads, ceil_div(heads, most))
@@ -372,16 +363,6 @@ def _score_rows(problem: AttentionProblem, views: dict[str, Any]) -> int:
     if name is None:
         return 0
     return 1 if views[f"{name}.row"] == 0 or problem.seqlen_q == 1 else _CONSUMER_ROWS
-
-
-def _vectors(views: dict[str, Any], problem: AttentionProblem) -> bool:
-    """Whether all rows of o begin at a multiple of 16 bytes, its columns being contiguous."""
-    array, byte_offset = views["o.data"]
-    fields = ("row", "head", *(f"batch[{axis}]" for axis in range(_params.BATCH_AXES)))
-    steps = [_ITEMSIZE * views.get(f"o.{field}", 0) for field in fields]
-    steps.append(_arrays.address(array) + byte_offset)
-    contiguous = views["o.col"] == 1 or problem.head_dim_v == 1
-    return contiguous and not any(step % 16 for step in steps)
 
 
 def specialisations() -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:

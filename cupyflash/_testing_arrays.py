@@ -133,6 +133,11 @@ class Guarded(NamedTuple):
         Every byte 0xFF.
     check : function
         Raises AssertionError if anything around the array has changed.
+
+    Examples
+    --------
+    >>> guarded_empty(2, np.float32).array
+    array([nan, nan], dtype=float32)
     """
 
     array: Any

@@ -64,6 +64,11 @@ class Problem:
         Returns
         -------
         Problem
+
+        Examples
+        --------
+        >>> Problem(*np.ones((3, 2, 4))).on(np)
+        Problem(q=float64(2, 4), k=float64(2, 4), v=float64(2, 4))
         """
 
         def moved(x):

@@ -34,10 +34,13 @@ class Device:
     smem_multiprocessor_bytes : int
         Shared memory of all resident blocks.
     l2_bytes : int
+        The L2 cache, which all multiprocessors share.
     memory_bandwidth : float
+        Of HBM, or whatever memory the product has, at its peak.
     registers_per_multiprocessor : int
-    threads_per_multiprocessor : int
-    blocks_per_multiprocessor : int
+        Of 32 bits.
+    threads_per_multiprocessor, blocks_per_multiprocessor : int
+        Most that may be resident, whatever else they take.
 
     Examples
     --------
@@ -112,7 +115,6 @@ _LIMITS = {
     (8, 9): (99, 100, 1536, 24),
     (9, 0): (227, 228, 2048, 32),
     (10, 0): (227, 228, 2048, 32),
-    (10, 3): (227, 228, 2048, 32),
     (12, 0): (99, 100, 1536, 24),
 }
 
@@ -263,6 +265,11 @@ def current_device(device_id: int) -> Device:
         If CuPy can't create its folder in the home directory.
     RuntimeError
         If CuPy was built for ROCm.
+
+    Examples
+    --------
+    >>> current_device(0).architecture  # doctest: +SKIP
+    'sm_90a'
     """
     from cupyflash._arrays import import_cupy
     from cupyflash._gpu import ROCM

@@ -225,6 +225,15 @@ def q_outer(
     Returns
     -------
     Traffic
+
+    Examples
+    --------
+    Two blocks of 64 queries read K twice, and Q once:
+
+    >>> from cupyflash import plan
+    >>> p = plan(seqlen_q=128, head_dim=64, dtype="float32", device="H200").problem
+    >>> q_outer(p, Br=64, Bc=32).reads["K"], q_outer(p, Br=64, Bc=32).reads["Q"]
+    (16384, 8192)
     """
     blocks = _QueryBlocks(problem, max(1, Br // pack), Bc)
     heads = problem.batch * problem.heads_q

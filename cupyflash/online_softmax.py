@@ -43,6 +43,11 @@ class Statistics(NamedTuple):
     ----------
     m, l : array (*rows)
         -inf and 0 before any key has been seen.
+
+    Examples
+    --------
+    >>> fold(start(1), np.array([[1.0, 1.0, 1.0]]))
+    Statistics(m=array([1.]), l=array([3.]))
     """
 
     m: Any
@@ -58,6 +63,11 @@ class OutputState(NamedTuple):
         As in `Statistics`.
     O : array (*rows, head_dim_v)
         Divided by l.
+
+    Examples
+    --------
+    >>> fold(start(1, head_dim_v=1), np.zeros((1, 2)), np.array([[1.0], [3.0]]))
+    OutputState(m=array([0.]), l=array([2.]), O=array([[2.]]))
     """
 
     m: Any
@@ -73,7 +83,15 @@ class Step(NamedTuple):
     j, i : int
         The blocks of keys and of queries of the step, counted from 1 as the paper's.
     O : array (seqlen_q, head_dim_v)
+        Attention over the keys of the blocks so far, divided by l.
     l, m : array (seqlen_q,)
+        As in `Statistics`.
+
+    Examples
+    --------
+    >>> q, k, v = np.zeros((1, 1)), np.zeros((2, 1)), np.array([[1.0], [3.0]])
+    >>> next(algorithm1_steps(q, k, v, Br=1, Bc=1))
+    Step(j=1, i=1, O=array([[1.]]), l=array([1.]), m=array([0.]))
     """
 
     j: int

@@ -24,8 +24,14 @@ class ReferenceGradients(NamedTuple):
     Attributes
     ----------
     dq, dk, dv : array
+        Of the loss whose gradient by O was handed in.
     dbias : array or None
         None without a bias.
+
+    Examples
+    --------
+    >>> attention_reference_grad([[1.0]], [[0.0]], [[1.0], [2.0]], [[3.0], [5.0]]).dbias is None
+    True
     """
 
     dq: np.ndarray

@@ -11,7 +11,7 @@
         assert_attention_close(my_kernel(*problem.qkv, **problem.kwargs), problem)
 
 On a GPU, ``problem.on(cupy)`` has the arrays there, each with its strides. Only this module needs
-hypothesis (``pip install hypothesis``).
+hypothesis (``pip install 'cupyflash[testing]'``).
 """
 
 import math
@@ -19,9 +19,9 @@ from collections.abc import Collection, Sequence
 
 import ml_dtypes
 import numpy as np
-from hypothesis import strategies as st
 
 from cupyflash import _dtypes
+from cupyflash._messages import install_command
 from cupyflash._testing_arrays import (
     LAYOUTS,
     Guarded,
@@ -32,6 +32,13 @@ from cupyflash._testing_arrays import (
 )
 from cupyflash._testing_bounds import DTYPES, Problem, assert_attention_close, error
 from cupyflash.reference import visible
+
+try:
+    from hypothesis import strategies as st
+except ImportError as missing:
+    raise ImportError(
+        f"cupyflash.testing needs hypothesis ({missing}): {install_command('testing')}"
+    ) from missing
 
 __all__ = [
     "DTYPES",

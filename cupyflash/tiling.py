@@ -218,6 +218,18 @@ def algorithm1_tiling(
     -------
     Tiling or None
         None where not even one row of each fits, or not what was asked for.
+
+    Examples
+    --------
+    M = 8192 by the letter, ``B_c = ceil(8192 / 256)``; 256 bytes hold no row of each:
+
+    >>> from cupyflash import plan
+    >>> p = plan(seqlen_q=128, head_dim=64, dtype="float32", device="H200").problem
+    >>> t = algorithm1_tiling(p, sram_bytes=65536, sram_elements=8192)
+    >>> t.Br, t.Bc, t.Tr, t.Tc
+    (32, 32, 4, 4)
+    >>> algorithm1_tiling(p, sram_bytes=256) is None
+    True
     """
     itemsize = problem.acc_dtype.itemsize
     d, dv = problem.head_dim, problem.head_dim_v
@@ -273,43 +285,6 @@ def _largest_that_fits(M: int, Bc: int, four_d: int, fits) -> tuple[int, int]:
     return low * four_d, low
 
 
-def spill_bytes_allowed(kernel: str, architecture: str) -> int:
-    """How many bytes a thread may spill where the compiler can't be talked out of it.
-
-    fa1_forward's 512 threads have 128 registers each and its products fill them; what ptxas puts
-    to local memory are the numbers of the step (i, j), read once a step. The loops of the products
-    hold no access to local memory (read in the SASS for sm_90a, sm_100 and sm_120). Volta has no
-    uniform registers, so that what is the same for all lanes takes ordinary ones.
-
-    Which build of the others doesn't fit by a number or two differs from one NVRTC to the next.
-    forward_sm80 spills 8 bytes in one by 13.5, float32 at head_dim 128 for sm_120. For sm_100 every
-    NVRTC puts up to ten numbers to local memory at head_dim 128 in 16 bits, where two blocks share
-    a multiprocessor, in the build with all options or in the other: written before a product of a
-    step and read behind it, none between the product's instructions. So does forward_simt in
-    float64 with two, by 13.0. forward_sm90 spills a counter of works in one build by 12.9 and 13.0,
-    that with a bias at head_dim 64: it is read once a step.
-
-    Parameters
-    ----------
-    kernel : str
-        Name of the kernel.
-    architecture : str
-        "sm_80", "sm_90a", ...
-
-    Returns
-    -------
-    int
-        0 for all other kernels.
-    """
-    allowed = {
-        "fa1_forward": 160 if architecture == "sm_70" else 48,
-        "forward_simt": 16 if architecture == "sm_100" else 0,
-        "forward_sm80": 40 if architecture == "sm_100" else 16,
-        "forward_sm90": 24,
-    }
-    return allowed.get(kernel, 0)
-
-
 def specialisations() -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     """Every (kernel, options, architectures) that the tile table can ask to be built.
 
@@ -320,6 +295,11 @@ def specialisations() -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
         The -D macros of the specialisation.
     architectures : tuple of str
         Where a plan may ask for it.
+
+    Examples
+    --------
+    >>> sorted({kernel for kernel, _, _ in specialisations()})
+    ['combine', 'fa1_forward', 'forward_simt', 'forward_sm80', 'forward_sm90']
     """
     from cupyflash import _simt, _sm80, _sm90  # which use this module
 

@@ -41,9 +41,9 @@ struct Fa1Params {
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kVec = Vec16<acc>::kSize;
-// A strip of 8 rows by 4 (double: 2) columns a lane reuses each value from SRAM often enough for the
-// FMA units to be the limit, and leaves registers for 16 warps, which hide the latencies: 8 warps
-// with wider strips took 1.5 times as long.
+// A strip of 8 rows by 4 (double: 2) columns a lane reuses each value from SRAM often enough for
+// the FMA units to be the limit, and leaves registers for 16 warps, which hide the latencies: 8
+// warps with wider strips took 1.5 times as long.
 constexpr int kRows = 8;
 constexpr int kMaxCols = 16 / sizeof(acc);
 constexpr bool kOutIsAcc = is_same<element, acc>::value;

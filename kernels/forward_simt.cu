@@ -14,9 +14,9 @@
 // Ownership  a warp owns kWarpRows queries, all keys and all columns. kRowLanes lanes share a row;
 //            a lane has kRows rows of kVec keys, or of kVec columns of each group.
 // Pipeline   a step multiplies one chunk. Its elements come to registers during the step before
-//            and go from there to one of two buffers. The barrier behind that makes them everybody's
-//            and says that all have left the step before, whose buffer the next step writes.
-//            Without it, a fast warp would write over what a slow one reads.
+//            and go from there to one of two buffers. The barrier behind that makes them
+//            everybody's and says that all have left the step before, whose buffer the next step
+//            writes. Without it, a fast warp would write over what a slow one reads.
 // SRAM       two chunks, P_ij, and a flag for each warp and key, see Sram.
 // Rounding   sums run over kFold of d, and over the keys of one tile, before they are added to
 //            others: errors of plain sums would grow with d and with seqlen_k.

@@ -97,8 +97,8 @@ __device__ __forceinline__ void start_outputs(float (&O)[kOutputs],
 __device__ __forceinline__ int warp_uniform(int x) { return __reduce_max_sync(kFullWarp, x); }
 
 // A descriptor `step` further on: addresses are in its lower half, and never carry. It is made in
-// uniform registers, where wgmma wants it, and not moved there between one wgmma and the next, which
-// cost a fifth of the speed at head_dim 256.
+// uniform registers, where wgmma wants it, and not moved there between one wgmma and the next,
+// which cost a fifth of the speed at head_dim 256.
 __device__ __forceinline__ unsigned long long advanced(unsigned long long descriptor,
                                                        unsigned step) {
   const unsigned low = warp_uniform(static_cast<unsigned>(descriptor) + step);
@@ -164,8 +164,8 @@ class Consumer {
       start_outputs(O, P, V);
       if (kPingPong) pass_turn();
     };
-    // Scores of tile j, the t-th of all, complete but for `pending` younger products, become weights;
-    // true if O is to be rescaled.
+    // Scores of tile j, the t-th of all, complete but for `pending` younger products, become
+    // weights; true if O is to be rescaled.
     const auto weigh = [&](auto pending, unsigned t, int j) {
       wgmma_wait<pending>();
       wgmma_use(S);

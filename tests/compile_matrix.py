@@ -76,15 +76,40 @@ def resident_blocks(build: _compile.Build) -> int:
     return device.resident_blocks(build.max_threads, build.registers, smem_bytes)
 
 
+def spill_bytes_allowed(kernel: str, architecture: str) -> int:
+    """How many bytes a thread may spill where the compiler can't be talked out of it.
+
+    fa1_forward's 512 threads have 128 registers each and its products fill them; what ptxas puts
+    to local memory are the numbers of the step (i, j), read once a step. The loops of the products
+    hold no access to local memory (read in the SASS for sm_90a, sm_100 and sm_120). Volta has no
+    uniform registers, so that what is the same for all lanes takes ordinary ones.
+
+    Which build of the others doesn't fit by a number or two differs from one NVRTC to the next.
+    forward_sm80 spills 8 bytes in one by 13.5, float32 at head_dim 128 for sm_120. For sm_100 every
+    NVRTC puts up to ten numbers to local memory at head_dim 128 in 16 bits, where two blocks share
+    a multiprocessor, in the build with all options or in the other: written before a product of a
+    step and read behind it, none between the product's instructions. So does forward_simt in
+    float64 with two, by 13.0. forward_sm90 spills a counter of works in one build by 12.9 and 13.0,
+    that with a bias at head_dim 64: it is read once a step.
+    """
+    allowed = {
+        "fa1_forward": 160 if architecture == "sm_70" else 48,
+        "forward_simt": 16 if architecture == "sm_100" else 0,
+        "forward_sm80": 40 if architecture == "sm_100" else 16,
+        "forward_sm90": 24,
+    }
+    return allowed.get(kernel, 0)
+
+
 def faults(build: _compile.Build) -> list[str]:
     """What a build must not have.
 
     Thread-private data that went to local memory, more shared memory than there is, fewer blocks on
-    a multiprocessor than the tile table counts on, and warnings. The table says where a spill is
-    allowed.
+    a multiprocessor than the tile table counts on, and warnings. Where a spill is allowed,
+    `spill_bytes_allowed` says.
     """
     found = []
-    allowed = tiling.spill_bytes_allowed(build.kernel, build.architecture)
+    allowed = spill_bytes_allowed(build.kernel, build.architecture)
     for name in ("spill_store_bytes", "spill_load_bytes", "stack_bytes"):
         if (count := getattr(build, name)) > allowed:
             found.append(f"{name} {count}")
@@ -119,7 +144,7 @@ def _stamp(case: Case) -> Path:
     texts = included(kernel, _compile.kernel_sources())
     key = _compile._key(kernel, options, architecture, texts)
     rules = (
-        tiling.spill_bytes_allowed(kernel, architecture),
+        spill_bytes_allowed(kernel, architecture),
         dynamic_smem_bytes(kernel, options, architecture),
     )
     return CHECKED / hashlib.sha256(f"{key} {rules}".encode()).hexdigest()[:32]

@@ -78,6 +78,11 @@ def test_docstrings_name_the_parameters_that_there_are(name):
     assert sorted(documented(thing)) == sorted(declared(thing))
 
 
+@pytest.mark.parametrize("name", THINGS)
+def test_docstrings_have_an_example(name):
+    assert ">>> " in sections(THINGS[name]).get("Examples", "")
+
+
 @pytest.mark.parametrize("name", [name for name in THINGS if not inspect.isclass(THINGS[name])])
 def test_docstrings_say_what_is_returned(name):
     thing = THINGS[name]

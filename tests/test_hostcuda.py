@@ -128,7 +128,7 @@ FAULTS = {
         _BARRIER + "if (t == 0) mbarrier_init(barrier, 64 + fault); __syncthreads();\n"
         "mbarrier_arrive(barrier);\nmbarrier_wait(barrier, 0); y[t] = x[t];",
         {},
-        "deadlock.*threads 0-63: wait in mbarrier_try_wait at probe.cu:\\d+",
+        "deadlock.*threads 0-63: wait in mbarrier_wait at probe.cu:\\d+",
     ),
     "mbarrier that waits for bytes that nobody copies": (
         _BARRIER + "if (t == 0) mbarrier_init(barrier, 1); __syncthreads();\n"
@@ -146,14 +146,14 @@ FAULTS = {
         "else { mbarrier_wait(full, i % 2); y[t - 32] = s[t - 32];\n"
         "if (!fault || i != 2) mbarrier_arrive(empty); } }",
         {"smem": 256},
-        "deadlock.*threads 0-31: wait in mbarrier_try_wait.*threads 32-63: wait in mbarrier",
+        "deadlock.*threads 0-31: wait in mbarrier_wait.*threads 32-63: wait in mbarrier",
     ),
     "mbarrier waited for by the wrong parity": (
         _BARRIER + "if (t == 0) mbarrier_init(barrier, 64); __syncthreads();\n"
         "mbarrier_arrive(barrier); mbarrier_wait(barrier, 0);\n"
         "mbarrier_wait(barrier, fault); y[t] = x[t];",
         {},
-        "deadlock.*threads 0-63: wait in mbarrier_try_wait",
+        "deadlock.*threads 0-63: wait in mbarrier_wait",
     ),
     "assertion": ("assert(!fault || t != 7); y[t] = x[t];", {}, "assertion failed.*\\(7, 0, 0\\)"),
     "trap": ("if (fault) __trap(); y[t] = x[t];", {}, "__trap.*at probe.cu:\\d+"),

@@ -10,6 +10,7 @@ import site
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from configparser import ConfigParser
@@ -25,6 +26,13 @@ KERNELS = sorted(
     for path in (ROOT / "kernels").rglob("*.cu*")
     if path.suffix in (".cu", ".cuh")
 )
+# What the project is; a checkout that is worked in has more.
+FOLDERS = (".ci", "cupyflash", "docs", "kernels", "tests")
+FILES = (
+    *(".clang-format", ".gitignore", "LICENSE", "MANIFEST.in", "Makefile", "README.md"),
+    *("pyproject.toml", "setup.cfg"),
+)
+UNWANTED = ("__pycache__", ".ruff_cache")
 
 # Calls attention and says where things were found, as one line of JSON.
 USE = """
@@ -46,9 +54,14 @@ print(json.dumps({
 """
 
 
+def without_path():
+    """This process's environment but for PYTHONPATH, where another cupyflash may lie."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 def run(python, code, cwd, **environment):
     """Run code in an interpreter of its own, without this process's PYTHONPATH."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment
+    environment = without_path() | environment
     result = subprocess.run(
         [python, "-W", "error", "-c", code],
         cwd=cwd,
@@ -63,7 +76,7 @@ def run(python, code, cwd, **environment):
 def pip(python, *arguments):
     command = [python, "-m", "pip", *arguments, "--no-deps", "--no-build-isolation", "--no-index"]
     quiet = ["--quiet", "--disable-pip-version-check"]
-    result = subprocess.run([*command, *quiet], capture_output=True, text=True)
+    result = subprocess.run([*command, *quiet], env=without_path(), capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -72,10 +85,10 @@ def sources_copy(tmp_path):
     import shutil
 
     copy = tmp_path / "checkout"
-    ignore = shutil.ignore_patterns("__pycache__", ".ruff_cache")
-    for folder in ("cupyflash", "kernels"):
+    ignore = shutil.ignore_patterns(*UNWANTED)
+    for folder in FOLDERS:
         shutil.copytree(ROOT / folder, copy / folder, ignore=ignore)
-    for file in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    for file in FILES:
         shutil.copy(ROOT / file, copy / file)
     return copy
 
@@ -119,11 +132,27 @@ def test_wheel(tmp_path, empty_environment):
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "cupyflash").glob("*.py")}
     data = {f"cupyflash/kernels/{name}" for name in KERNELS}
     assert installed == modules | data | {"cupyflash/py.typed"}
-    assert sorted(required) == ["ml_dtypes", "numpy", "threadpoolctl"]
+    assert sorted(required) == ["ml_dtypes", "numpy>=1.25", "threadpoolctl>=3"]
 
     pip(sys.executable, "--python", python, "install", str(wheel))
     package = purelib / "cupyflash"
     check_use(run(python, USE, empty), package, package / "kernels")
+
+
+def test_sdist(tmp_path):
+    """Its tests have all that they import and read, and it builds what a checkout builds."""
+    checkout = sources_copy(tmp_path)
+    (checkout / "tests" / "stray.pyc").touch()
+    wanted = {path.relative_to(checkout) for path in checkout.rglob("*") if path.is_file()}
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    run(sys.executable, code, checkout)
+    (sdist,) = tmp_path.glob("cupyflash-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        packed = {Path(*Path(member.name).parts[1:]) for member in archive if member.isfile()}
+    made = {
+        path for path in packed if path.name == "PKG-INFO" or path.parts[0].endswith("egg-info")
+    }
+    assert packed - made == wanted - {Path("tests/stray.pyc")}
 
 
 def test_editable_install(tmp_path, empty_environment):
@@ -168,6 +197,20 @@ def test_import_without_a_home_folder(tmp_path):
     code = "import os; del os.environ['HOME']; import cupyflash; print(cupyflash.__version__)"
     answer = run(sys.executable, code, tmp_path, PYTHONPATH=str(ROOT))
     assert answer.strip() == cupyflash.__version__
+
+
+def test_testing_without_hypothesis_says_what_to_install():
+    code = """
+import sys
+sys.modules["hypothesis"] = None
+try:
+    import cupyflash.testing
+except ImportError as error:
+    print(error)
+"""
+    answer = run(sys.executable, code, ROOT, PYTHONPATH=str(ROOT))
+    assert answer.startswith("cupyflash.testing needs hypothesis (")
+    assert answer.strip().endswith("pip install 'cupyflash[testing]'")
 
 
 def test_exports():

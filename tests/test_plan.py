@@ -53,6 +53,19 @@ def test_prints_what_explains_the_call():
     assert rows["FLOPs"] == f"{4 * 4096**2 * 64:.3e}"
 
 
+@pytest.mark.parametrize(
+    ("kernel", "grid"),
+    [
+        ("fa1_forward", "1 chunk of T_r for each of the batch's heads"),
+        ("forward_sm80", "1 block of queries of 1 head"),
+        ("forward_sm90", "persistent, for 1 block of queries"),
+    ],
+)
+def test_one_of_a_thing_is_no_plural(kernel, grid):
+    p = plan(seqlen_q=64, head_dim=64, dtype="float16", device="H200", kernel=kernel)
+    assert table(p)["grid"] == f"(1, 1, 1): {grid}"
+
+
 def test_prints_its_options_and_hides_what_is_not_there():
     p = fa1_plan(
         seqlen_q=64,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// simt_chunks.cuh: how chunks of Q, K and V come to SRAM, by way of registers: they are loaded during
-// one step and stored at its end.
+// simt_chunks.cuh: how chunks of Q, K and V come to SRAM, by way of registers: they are loaded
+// during one step and stored at its end.
 #pragma once
 
 #include "common/simt_layout.cuh"

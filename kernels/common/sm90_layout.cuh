@@ -212,7 +212,8 @@ __device__ __forceinline__ void describe(Work& work, const Problem& problem,
   }
 }
 
-// A work without keys, or, beginning at kFarKey, word that there is none left; for each consumer too.
+// A work without keys, or, beginning at kFarKey, word that there is none left; for each consumer
+// too.
 __device__ __forceinline__ void describe_empty(Work& work, int begin) {
   work.begin = begin;
   work.end = 0;

@@ -97,8 +97,8 @@ __device__ __forceinline__ void load_Q_and_K(const Sm90Params& params, Shared& s
   }
 }
 
-// Warp 2: loads V. Where rows of a tile have to be cleared, or may have to be, it waits for the copy
-// itself and then arrives in its place.
+// Warp 2: loads V. Where rows of a tile have to be cleared, or may have to be, it waits for the
+// copy itself and then arrives in its place.
 __device__ __forceinline__ void load_V(const Sm90Params& params, Shared& shared) {
   const bool leader = threadIdx.x % kWarpSize == 0;
   unsigned V_tiles = 0, landed = 0;

@@ -4,14 +4,14 @@
 // Consumer c has kScoreStages tiles of its own, of its 64 queries x Bc keys, swizzled as TMA lays
 // them down. Where one row is for all queries (params.score_rows = 1) only that row is loaded.
 //   warp 3      loads them. scores_full: its arrival and TMA's bytes.
-//   consumer c  reads its tile between the product and the softmax. scores_empty: its warps have done
-//               so, and warp 2 (careful works), or warp 3 in its place.
+//   consumer c  reads its tile between the product and the softmax. scores_empty: its warps have
+//               done so, and warp 2 (careful works), or warp 3 in its place.
 //
-// What a bias or mask hides has weight 0, but 0 * NaN is NaN, in V and, where the sum with a bias of
-// -inf hides, in scores. Looking for NaN in every tile would cost up to a step of its own. So works are
-// done without care first; a consumer whose O is not finite says so, and warp 0 takes the work once
-// more, as a careful one: warp 2 clears the rows of V that no query of the block sees, and consumers
-// select -inf. All other outputs have the same bits either way.
+// What a bias or mask hides has weight 0, but 0 * NaN is NaN, in V and, where the sum with a bias
+// of -inf hides, in scores. Looking for NaN in every tile would cost up to a step of its own. So
+// works are done without care first; a consumer whose O is not finite says so, and warp 0 takes the
+// work once more, as a careful one: warp 2 clears the rows of V that no query of the block sees,
+// and consumers select -inf. All other outputs have the same bits either way.
 #pragma once
 
 #include "common/fragment_softmax.cuh"
@@ -40,7 +40,7 @@ __device__ __forceinline__ float upper_half(unsigned pair) {
   return to_acc(__builtin_bit_cast(element, static_cast<unsigned short>(pair >> 16)));
 }
 
-// ---- warp 0, one thread --------------------------------------------------------------------------
+// ---- warp 0, one thread -------------------------------------------------------------------------
 
 // Whether one row of bias or mask hides its entries [begin, end), begin being the first of a unit.
 __device__ __forceinline__ bool hides(const unsigned char* row, int begin, int end) {
@@ -127,7 +127,7 @@ __device__ __forceinline__ void take_works_with_care(const Sm90Params& params, S
   }
 }
 
-// ---- warp 3, one thread --------------------------------------------------------------------------
+// ---- warp 3, one thread -------------------------------------------------------------------------
 
 // Loads the tiles in the order in which the consumers need them.
 __device__ __forceinline__ void load_scores(const Sm90Params& params, Shared& shared) {
@@ -163,7 +163,7 @@ __device__ __forceinline__ void load_scores(const Sm90Params& params, Shared& sh
   }
 }
 
-// ---- warp 2 --------------------------------------------------------------------------------------
+// ---- warp 2 -------------------------------------------------------------------------------------
 
 // A tile of bias or mask is there, of all consumers.
 __device__ __forceinline__ void wait_for_scores(Shared& shared, const Turn<kScoreStages>& turn) {
@@ -215,10 +215,10 @@ __device__ __forceinline__ void clear_hidden_rows(unsigned char* V, Shared& shar
   }
 }
 
-// ---- consumers -----------------------------------------------------------------------------------
+// ---- consumers ----------------------------------------------------------------------------------
 
-// Hands `change` the pairs of scores S[x], S[x + 1] of a consumer's warp with their biases, which lie
-// in one register.
+// Hands `change` the pairs of scores S[x], S[x + 1] of a consumer's warp with their biases, which
+// lie in one register.
 template <int n, class Change>
 __device__ __forceinline__ void with_bias(float (&S)[n], const unsigned char* tile, bool one_row,
                                           const Change& change) {

@@ -6,9 +6,9 @@
 // have most keys to visit; within one block of queries head by head, so that the query heads of one
 // key head stand together. Thread blocks take works in this order: with a counter, whoever is free
 // takes the next one; without, thread block b takes b, b + gridDim, ..., which is as good where all
-// works take the same time. They nearly do: a head's last block of queries may be a short one. Where
-// every bunch is worked on at once by whole rounds of the grid, the same thread blocks would have all
-// of the short ones, and so each round begins with another block of queries.
+// works take the same time. They nearly do: a head's last block of queries may be a short one.
+// Where every bunch is worked on at once by whole rounds of the grid, the same thread blocks would
+// have all of the short ones, and so each round begins with another block of queries.
 #pragma once
 
 #include "common/params.cuh"

@@ -214,9 +214,9 @@ class ScoreChanges {
     });
   }
 
-  // A barrier of the block, and the first tile from j on (the end: there is none) that the mask shows
-  // some row of the block something of. The mask of tile j has landed; that of the tile behind the
-  // one returned is on its way. Without a mask, j.
+  // A barrier of the block, and the first tile from j on (the end: there is none) that the mask
+  // shows some row of the block something of. The mask of tile j has landed; that of the tile
+  // behind the one returned is on its way. Without a mask, j.
   __device__ __forceinline__ int next(int j, int parity) const {
     if (!problem_.mask.data) {
       __syncthreads();

@@ -38,23 +38,9 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier& barrier, uns
 }
 
 // mbarrier.try_wait.parity.shared::cta.b64 done, [addr], parity; sm_90; "mbarrier.try_wait".
-// Suspends for a time that the hardware chooses; false if the phase has not ended by then.
-__device__ __forceinline__ bool mbarrier_try_wait(Mbarrier& barrier, unsigned parity) {
-  unsigned done;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n"
-      "}"
-      : "=r"(done)
-      : "r"(shared_address(&barrier)), "r"(parity)
-      : "memory");
-  return done;
-}
-
-// The same until the phase has ended: the loop is in the text, so that the compiler's control flow
-// stays straight, and what is uniform in it stays in uniform registers.
+// It suspends for a time that the hardware chooses, and is repeated until the phase has ended. The
+// loop is in the text, so that the compiler's control flow stays straight, and what is uniform in
+// it stays in uniform registers.
 __device__ __forceinline__ void mbarrier_wait(Mbarrier& barrier, unsigned parity) {
   asm volatile(
       "{\n"

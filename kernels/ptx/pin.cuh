@@ -10,9 +10,5 @@ __device__ __forceinline__ int pin(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
-__device__ __forceinline__ float pin_float(float x) {
-  asm volatile("" : "+f"(x));
-  return x;
-}
 
 }  // namespace cupyflash

@@ -99,8 +99,8 @@ __device__ __forceinline__ void wgmma_use(float (&d)[n]) {
 #define CUPYFLASH_OPERANDS_15 CUPYFLASH_OPERANDS_14, CUPYFLASH_EIGHT(112)
 #define CUPYFLASH_OPERANDS_16 CUPYFLASH_OPERANDS_15, CUPYFLASH_EIGHT(120)
 
-// The two wrappers for one n; `eights` is n / 16, and a to h are the operand numbers that follow the
-// accumulators'.
+// The two wrappers for one n; `eights` is n / 16, and a to h are the operand numbers that follow
+// those of the accumulators.
 //   wgmma.mma_async.sync.aligned.m64nNk16.f32.type.type {d}, a-desc, b-desc, p, 1, 1, 0, trans-b
 //   wgmma.mma_async.sync.aligned.m64nNk16.f32.type.type {d}, {a0..a3}, b-desc, p, 1, 1, trans-b
 // sm_90a; "wgmma.mma_async". accumulate = false makes D = A B; transpose_b takes B stored with its
@@ -145,6 +145,8 @@ __device__ __forceinline__ void wgmma_use(float (&d)[n]) {
     }                                                                                            \
   }
 
+// Every n that a tile may have, used or not: which one is best is found by trying rows of the tile
+// table, and what no build uses costs it nothing.
 CUPYFLASH_WGMMA(64, 4, 32, 33, 34, 35, 36, 37, 38)
 CUPYFLASH_WGMMA(80, 5, 40, 41, 42, 43, 44, 45, 46)
 CUPYFLASH_WGMMA(96, 6, 48, 49, 50, 51, 52, 53, 54)

@@ -42,8 +42,7 @@ extern "C" __global__ void probe(const __grid_constant__ Params params) {
       }
       __syncwarp();
     } else {
-      while (!mbarrier_try_wait(shared.full[stage], parity)) {
-      }
+      mbarrier_wait(shared.full[stage], parity);
       params.y[round * 96 + threadIdx.x - 32] = buffer[lane ^ warp] + round;
       __syncwarp();
       if (lane == 0) mbarrier_arrive(shared.empty[stage]);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// D = C + A B, one product a block, of matrices that lie row by row in memory. The operand layout is
-// that of the head of mma.cuh.
+// D = C + A B, one product a block, of matrices that lie row by row in memory. The operand layout
+// is that of the head of mma.cuh.
 #include "ptx/mma.cuh"
 
 struct Params {

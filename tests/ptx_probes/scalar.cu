@@ -24,7 +24,7 @@ extern "C" __global__ void probe(const __grid_constant__ Params params) {
   params.tanh[at] = tanh_approx(x);
   params.log2[at] = __log2f(x);
   params.reciprocal[at] = __fdividef(1.0f, x);
-  params.pinned[at] = pin(__float_as_int(pin_float(x))) + 1;
+  params.pinned[at] = pin(__float_as_int(x)) + 1;
   params.address[at] =
       shared_address(shared_memory + 3 * threadIdx.x) - shared_address(shared_memory);
 }

@@ -80,21 +80,13 @@ inline void mbarrier_arrive_expect_tx(Mbarrier& barrier, unsigned bytes,
   twin::mbarrier_count_arrival(barrier, bytes, "mbarrier_arrive_expect_tx", place);
 }
 
-// Blocks as long as it takes.
-inline bool mbarrier_try_wait(Mbarrier& barrier, unsigned parity,
-                              host::Place place = host::Place::here()) {
-  auto& state = twin::mbarrier_state(barrier, "mbarrier_try_wait", place);
-  if (parity > 1) host::fault(place, "mbarrier_try_wait: parity is %u", parity);
-  // The phase of that parity has ended if the one that runs has the other.
-  host::wait_until([&state, parity] { return state.phase % 2 != parity; }, "mbarrier_try_wait",
-                   place);
-  host::acquire(&state.ordering);
-  return true;
-}
-
 inline void mbarrier_wait(Mbarrier& barrier, unsigned parity,
                           host::Place place = host::Place::here()) {
-  mbarrier_try_wait(barrier, parity, place);
+  auto& state = twin::mbarrier_state(barrier, "mbarrier_wait", place);
+  if (parity > 1) host::fault(place, "mbarrier_wait: parity is %u", parity);
+  // The phase of that parity has ended if the one that runs has the other.
+  host::wait_until([&state, parity] { return state.phase % 2 != parity; }, "mbarrier_wait", place);
+  host::acquire(&state.ordering);
 }
 
 }  // namespace cupyflash

@@ -6,6 +6,5 @@ namespace cupyflash {
 
 // The empty asm statement.
 inline int pin(int x) { return x; }
-inline float pin_float(float x) { return x; }
 
 }  // namespace cupyflash
