@@ -20,8 +20,8 @@
 // Products   products_half.cuh (16-bit: ldmatrix, m16n8k16) and products_wide.cuh (float32 as three
 //            TF32 products, float64): their operands come differently, the rest is one text.
 // Rounding   ex2.approx and, for softcap of 16-bit elements, tanh.approx.
-// Limits     d <= 256; sequences of less than 2^29, so that positions are 32-bit numbers; 2^32 heads
-//            of the whole batch.
+// Limits     d <= 256; sequences of less than 2^29, so that positions are 32-bit numbers; 2^32
+//            heads of the whole batch.
 #include "common/config.cuh"
 #include "common/mask.cuh"
 #include "common/params.cuh"
