@@ -61,13 +61,19 @@ def adopt(function: str, name: str, array: Any) -> Any:
     if isinstance(array, np.ndarray) or is_cupy(array):
         return array
     if hasattr(array, "__dlpack_device__"):
-        kind, _ = array.__dlpack_device__()
+        try:
+            kind, _ = array.__dlpack_device__()
+        except Exception as error:  # whatever goes wrong in an object of somebody else's
+            raise TypeError(
+                f"{function}: {name} is a {_type_name(array)} whose __dlpack_device__ does not "
+                f"tell (type, id) ({error!r}); pass a numpy or CuPy array"
+            ) from error
         if kind in _DLPACK_CUDA:
             return import_cupy().from_dlpack(array)
         if kind in _DLPACK_HOST:
             try:
                 return np.from_dlpack(array)
-            except (BufferError, RuntimeError, TypeError) as error:
+            except Exception as error:
                 # numpy's DLPack knows no bfloat16; the buffer behind __array__ (jax) may.
                 if type(array).__module__.split(".")[0] in ("jax", "jaxlib"):
                     return np.asarray(array)

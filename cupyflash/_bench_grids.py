@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -298,8 +297,9 @@ def rotations(row: Row, l2_bytes: int) -> int:
 # NVIDIA H200 with driver 580.159, CUDA 13.0, torch 2.11 and cuDNN 9.19, medians of CUDA events over
 # random inputs. GPUs of one kind differ by up to 14 %, so only the ratio of the two is used, times
 # what cuDNN reaches beside our own kernel.
+_KNOWN_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 _KNOWN = {
-    # head_dim, causal: (cuDNN, best) for seqlen 512, 1024, 2048, 4096, 8192, 16384
+    # head_dim, causal: (cuDNN, best) for these
     (64, False): ((379, 379), (412, 412), (436, 460), (442, 489), (446, 515), (446, 532)),
     (64, True): ((259, 259), (330, 330), (367, 369), (406, 406), (425, 481), (429, 494)),
     (128, False): ((491, 491), (547, 547), (573, 588), (593, 626), (593, 641), (600, 655)),
@@ -321,5 +321,8 @@ def best_to_cudnn(row: Row, compute_capability: str) -> float | None:
     """
     if row.grid != "paper" or row.dtype != "bfloat16" or compute_capability != _KNOWN_CAPABILITY:
         return None
-    cudnn, best = _KNOWN[row.head_dim, row.causal][int(math.log2(row.seqlen_k)) - 9]
+    rates = dict(zip(_KNOWN_LENGTHS, _KNOWN.get((row.head_dim, row.causal), ()), strict=False))
+    if row.seqlen_k not in rates:
+        return None
+    cudnn, best = rates[row.seqlen_k]
     return best / cudnn

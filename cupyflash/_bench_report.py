@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from cupyflash import _bench
@@ -401,16 +402,21 @@ def _timing(line: dict[str, str]) -> Timing:
     given: dict[str, object] = {name: line[name] for name in _ROW_FIELDS}
     for name in ("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim"):
         given[name] = int(line[name])
+        if int(line[name]) < 1:
+            raise ValueError(f"a line has {name} {line[name]}; expected a positive number")
     given["causal"] = line["causal"] == "True"
     row = Row(**given)  # type: ignore[arg-type]
     if row.grid not in GRIDS:
         raise ValueError(f"there is no grid {row.grid!r}")
+    seconds = float(line["seconds"]) if line["seconds"] else None
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise ValueError(f"a line has seconds {line['seconds']}; expected a positive number")
     return Timing(
         row=row,
         candidate=line["candidate"],
         kernel=line["kernel"],
         tile=(int(line["Br"]), int(line["Bc"])) if line["Br"] else None,
-        seconds=float(line["seconds"]) if line["seconds"] else None,
+        seconds=seconds,
         spread=float(line["spread"]),
         samples=int(line["samples"]),
         error=float(line["error"]) if line["error"] else None,

@@ -124,6 +124,21 @@ def _broadcast(function: str, xp: Any, name: str, array: Any, shape: tuple[int, 
         ) from None
 
 
+def _is_listed(function: str, name: str, value: Any) -> bool:
+    """Whether this is a number or a sequence of them; else it must be an array of some kind."""
+    if _is_number(value) or (isinstance(value, Sequence) and not isinstance(value, (str, bytes))):
+        return True
+    if isinstance(value, np.ndarray) or _arrays.is_cupy(value):
+        return False
+    exports = ("__dlpack_device__", "__cuda_array_interface__")
+    if isinstance(value, np.generic) or not any(hasattr(value, name) for name in exports):
+        raise TypeError(
+            f"{function}: {name} is {value!r}; expected a number, a sequence of numbers, or an "
+            "array"
+        )
+    return False
+
+
 def _listed(value: Any) -> np.ndarray:
     """A list as an array; a ragged one gives an object, which is refused by its dtype."""
     try:
@@ -134,7 +149,7 @@ def _listed(value: Any) -> np.ndarray:
 
 def _small_array(function: str, xp: Any, name: str, value: Any, q: Any, dtype: Any) -> Any:
     """``value`` as an array beside q; numbers and sequences of numbers are moved there."""
-    if isinstance(value, (list, tuple)) or _is_number(value):
+    if _is_listed(function, name, value):
         numbers_given = _listed(value)
         if numbers_given.dtype.kind not in "iuf" and numbers_given.size:
             raise TypeError(f"{function}: {name} is {value!r}; expected numbers or an array")
@@ -153,7 +168,7 @@ def _small_array(function: str, xp: Any, name: str, value: Any, q: Any, dtype: A
 def seqlens_array(
     function: str, xp: Any, value: Any, q: Any, batch_shape: tuple[int, ...], seqlen_k: int
 ) -> Any:
-    if isinstance(value, (list, tuple)) or _is_number(value):
+    if _is_listed(function, "seqlens_k", value):
         host = _listed(value)
         if host.dtype.kind not in "iu" and host.size:
             raise TypeError(

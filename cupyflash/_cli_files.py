@@ -52,7 +52,8 @@ def read_array(path: str, name: str, shared: bool = False) -> np.ndarray:
     except OSError as error:
         raise CommandError(f"{path}: {error.strerror or one_line(error)}") from error
     except (
-        *(ValueError, EOFError, SyntaxError, tokenize.TokenError),  # a header that numpy can't read
+        # A header that numpy can't read, or a negative axis in it.
+        *(ValueError, EOFError, SyntaxError, tokenize.TokenError, OverflowError),
         *(zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError),  # or an archive
     ) as error:
         raise CommandError(f"{path}: {one_line(error)}") from error
@@ -104,6 +105,8 @@ def _read_member(path: str, name: str, shared: bool) -> np.ndarray:
             header_bytes = stream.tell()
     if dtype.hasobject:
         raise CommandError(f"{path}: {name!r} holds Python objects; expected numbers")
+    if min(shape, default=0) < 0:
+        raise CommandError(f"{path}: {name!r} has shape {shape}; expected no negative lengths")
     if header_bytes + math.prod(shape) * dtype.itemsize > info.file_size:
         raise CommandError(f"{path}: {name!r} is cut short")
     if math.prod(shape) == 0:

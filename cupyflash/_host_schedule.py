@@ -164,7 +164,7 @@ class Schedule:
         # The last rows first: under a causal mask these take longest.
         for start in reversed(rows):
             stop = min(start + self.rows, problem.seqlen_q)
-            for entry in np.ndindex(problem.batch_shape):
+            for entry in itertools.product(*map(range, problem.batch_shape)):
                 for head, member in itertools.product(heads_k, groups):
                     yield Task(
                         entry,

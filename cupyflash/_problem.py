@@ -15,6 +15,7 @@ from cupyflash._dtypes import DTYPES, accumulation_dtype
 
 # The arguments that are arrays, in the order of the public signature.
 ARRAYS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "seqlens_k")
+_MAX_AXES = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +142,11 @@ def from_arrays(
             raise ValueError(
                 f"{function}: {name} has shape {x.shape}; expected (..., heads, seqlen, head_dim) "
                 "or (seqlen, head_dim)"
+            )
+        if x.ndim > _MAX_AXES:
+            raise ValueError(
+                f"{function}: {name} has {x.ndim} axes; expected at most {_MAX_AXES}, which are as "
+                "many as numpy and CuPy broadcast"
             )
     flat = q.ndim == k.ndim == v.ndim == 2
     shapes = f"q.shape={q.shape}, k.shape={k.shape}, v.shape={v.shape}"

@@ -306,6 +306,30 @@ class TestCsv:
         for line in csv.DictReader(lines):
             assert float(line["rate"]) == pytest.approx(SPEEDS[line["candidate"]] / 1.2)
 
+    @pytest.mark.parametrize(
+        ("column", "value"),
+        [("seqlen_k", "0"), ("head_dim", "-64"), ("seconds", "0"), ("seconds", "nan")],
+    )
+    def test_numbers_that_no_run_has(self, column, value, tmp_path, capsys):
+        head, names, line, *_ = re.split(
+            r"^(grid,.*\n)(.*\n)", _bench_report.to_csv(fake_report("paper")), flags=re.M
+        )
+        cells = dict(zip(names.strip().split(","), line.split(","), strict=False))
+        at = list(cells).index(column)
+        changed = [*line.split(",")]
+        changed[at] = value
+        path = tmp_path / "b.csv"
+        path.write_text(head + names + ",".join(changed))
+        assert f"a line has {column} {value}; expected" in refused(
+            capsys, "bench", "--from", str(path)
+        )
+
+    def test_sizes_of_which_no_best_peer_is_known(self, tmp_path):
+        written = _bench_report.to_csv(fake_report("paper"))
+        path = tmp_path / "b.csv"
+        path.write_text(re.sub(r"(paper,bfloat16,\d+,\d+,\d+,\d+,\d+),\d+,", r"\1,80,", written))
+        assert main(["bench", "--from", str(path)]) == 0
+
     @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "\x00"])
     def test_other_files(self, text, tmp_path, capsys):
         (tmp_path / "x.csv").write_text(text)

@@ -5,6 +5,7 @@ import io
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import ml_dtypes
@@ -46,6 +47,19 @@ def broken_archive():
     data = bytearray(Path("qkv.npz").read_bytes())
     data[60:90] = b"\xff" * 30
     Path("qkv.npz").write_bytes(data)
+
+
+def negative_axis(name):
+    """A .npy, alone or stored in a .npz, whose header has an axis of length -2."""
+    header = {"descr": "<f4", "fortran_order": False, "shape": (-2, 6, 8)}
+    with io.BytesIO() as stream:
+        np.lib.format.write_array_header_1_0(stream, header)
+        written = stream.getvalue() + bytes(400)
+    if name.endswith(".npy"):
+        Path(name).write_bytes(written)
+    else:
+        with zipfile.ZipFile(name, "w") as archive:
+            archive.writestr("v.npy", written)
 
 
 def nothing():
@@ -152,6 +166,8 @@ class TestRun:
             (lambda: np.save("v.npy", np.array([{}])), QKV, "v.npy: "),
             (broken_header, QKV, "v.npy: "),
             (broken_archive, ("qkv.npz",), "qkv.npz: "),
+            (lambda: negative_axis("v.npy"), QKV, "v.npy: "),
+            (lambda: negative_axis("v.npz"), (*QKV[:2], "v.npz"), "expected no negative lengths"),
             (
                 lambda: np.savez("v.npz", a=1, b=2),
                 (*QKV[:2], "v.npz"),

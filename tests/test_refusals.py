@@ -173,7 +173,12 @@ REFUSED_TYPES = {
         {"seqlens_k": zeros()},
         "seqlens_k.dtype is float32; expected an integer dtype",
     ),
-    "length True": ({"seqlens_k": True}, "seqlens_k is a bool; expected a numpy or CuPy array"),
+    "length True": ({"seqlens_k": True}, "seqlens_k is True; expected a number, a sequence"),
+    "slopes as a string": (
+        {"alibi_slopes": "ab"},
+        "alibi_slopes is 'ab'; expected a number, a seq",
+    ),
+    "slopes in a set": ({"alibi_slopes": {1.0}}, "alibi_slopes is {1.0}; expected a number"),
     "scale True": ({"softmax_scale": True}, "softmax_scale is a bool; expected a real number"),
     "scale of a word": ({"softmax_scale": "0.5"}, "softmax_scale is a str"),
     "scale complex": ({"softmax_scale": 1j}, "softmax_scale is a complex"),
@@ -213,6 +218,38 @@ def test_values_out_of_range(arguments, match):
 def test_types_that_are_not_served(arguments, match):
     with pytest.raises(TypeError, match=f"^attention: {match}"):
         call(**arguments)
+
+
+@pytest.mark.parametrize("device", [None, 1, (1,), "cpu"])
+def test_dlpack_that_tells_no_device(device):
+    exporter = types.SimpleNamespace(__dlpack_device__=lambda: device)
+    with pytest.raises(TypeError, match=r"attention: k is a .* does not tell \(type, id\)"):
+        attention(zeros(3, 4), exporter, zeros(3, 4))
+
+
+@pytest.mark.parametrize("error", [ValueError, OSError, AssertionError, AttributeError])
+def test_dlpack_that_fails(error):
+    def fail(**arguments):
+        raise error("not today")
+
+    exporter = types.SimpleNamespace(__dlpack_device__=lambda: (1, 0), __dlpack__=fail)
+    with pytest.raises(TypeError, match=r"attention: v is a .* DLPack export numpy can't read"):
+        attention(zeros(3, 4), zeros(3, 4), exporter)
+
+
+def test_more_axes_than_numpy_broadcasts():
+    x = np.zeros((1,) * 30 + (3, 4))
+    assert attention(x, x, x).shape == x.shape
+    with pytest.raises(ValueError, match="attention: k has 33 axes; expected at most 32"):
+        attention(x, x[None], x)
+
+
+@pytest.mark.parametrize("lengths", [range(2, 4), (2, 3)])
+def test_any_sequence_of_numbers_is_taken(lengths):
+    x = np.random.default_rng(0).standard_normal((2, 1, 4, 8))
+    expected = attention(x, x, x, seqlens_k=[2, 3], alibi_slopes=[1.0])
+    actual = attention(x, x, x, seqlens_k=lengths, alibi_slopes=range(1, 2))
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_what_dlpack_can_not_export():
