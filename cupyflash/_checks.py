@@ -300,3 +300,10 @@ def integer(function: str, name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{function}: {name} is {value!r}; expected an integer") from None
+
+
+def at_least(function: str, name: str, value: Any, least: int) -> int:
+    number = integer(function, name, value)
+    if number < least:
+        raise ValueError(f"{function}: {name} is {number}; expected {least} or more")
+    return number

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from cupyflash import _checks
 from cupyflash._problem import AttentionProblem
 from cupyflash.tiling import ceil_div
 
@@ -81,12 +82,20 @@ def notes_estimate(problem: AttentionProblem, M: int) -> float:
     float
         Elements, of all heads of the batch.
 
+    Raises
+    ------
+    TypeError
+        If problem is no `AttentionProblem` or M no integer.
+    ValueError
+        If M is below 1.
+
     Examples
     --------
     >>> from cupyflash import plan
     >>> notes_estimate(plan(seqlen_q=4096, head_dim=64, device="H200").problem, M=65536)
     16777216.0
     """
+    _check_problem("notes_estimate", problem, M=M)
     four_d = 2 * (problem.head_dim + problem.head_dim_v)
     steps = problem.seqlen_q * four_d / M * problem.seqlen_k * four_d / M
     return problem.batch * problem.heads_q * steps * M
@@ -106,6 +115,11 @@ def standard_attention(problem: AttentionProblem) -> Traffic:
     -------
     Traffic
 
+    Raises
+    ------
+    TypeError
+        If problem is no `AttentionProblem`.
+
     Examples
     --------
     >>> from cupyflash import plan
@@ -113,6 +127,7 @@ def standard_attention(problem: AttentionProblem) -> Traffic:
     >>> traffic.elements_read + traffic.elements_written == 4 * 1000**2 + 4 * 1000 * 64
     True
     """
+    _check_problem("standard_attention", problem)
     n_q, n_k = problem.seqlen_q, problem.seqlen_k
     heads = problem.batch * problem.heads_q
     scores = heads * n_q * n_k
@@ -153,6 +168,13 @@ def algorithm1(
     -------
     Traffic
 
+    Raises
+    ------
+    TypeError
+        If problem is no `AttentionProblem` or a size no integer.
+    ValueError
+        If Br, Bc or chunks is below 1.
+
     Examples
     --------
     >>> from cupyflash import plan
@@ -160,6 +182,7 @@ def algorithm1(
     >>> algorithm1(p, Br=64, Bc=32).reads["K"], algorithm1(p, Br=64, Bc=32).reads["Q"]
     (8192, 32768)
     """
+    _check_problem("algorithm1", problem, Br=Br, Bc=Bc, chunks=chunks)
     blocks = _QueryBlocks(problem, Br, Bc)
     heads = problem.batch * problem.heads_q
     visits = blocks.ends - blocks.begins
@@ -226,6 +249,13 @@ def q_outer(
     -------
     Traffic
 
+    Raises
+    ------
+    TypeError
+        If problem is no `AttentionProblem` or a size no integer.
+    ValueError
+        If Br, Bc, pack, splits or slices is below 1.
+
     Examples
     --------
     Two blocks of 64 queries read K twice, and Q once:
@@ -235,6 +265,7 @@ def q_outer(
     >>> q_outer(p, Br=64, Bc=32).reads["K"], q_outer(p, Br=64, Bc=32).reads["Q"]
     (16384, 8192)
     """
+    _check_problem("q_outer", problem, Br=Br, Bc=Bc, pack=pack, splits=splits, slices=slices)
     blocks = _QueryBlocks(problem, max(1, Br // pack), Bc)
     heads = problem.batch * problem.heads_q
     key_loads = heads // pack * int(blocks.keys_visited().sum())
@@ -270,12 +301,18 @@ def visible_pairs(problem: AttentionProblem) -> int:
     -------
     int
 
+    Raises
+    ------
+    TypeError
+        If problem is no `AttentionProblem`.
+
     Examples
     --------
     >>> from cupyflash import plan
     >>> visible_pairs(plan(seqlen_q=4, head_dim=8, causal=True, device="cpu").problem)
     10
     """
+    _check_problem("visible_pairs", problem)
     n_q, n_k, offset = problem.seqlen_q, problem.seqlen_k, problem.diagonal_offset
 
     def below(diagonal: int) -> int:
@@ -287,6 +324,16 @@ def visible_pairs(problem: AttentionProblem) -> int:
         to_the_right = below(offset + problem.window_right)
     hidden_left = below(offset - problem.window_left - 1) if problem.window_left >= 0 else 0
     return to_the_right - hidden_left
+
+
+def _check_problem(function: str, problem: AttentionProblem, **sizes: int) -> None:
+    if not isinstance(problem, AttentionProblem):
+        raise TypeError(
+            f"{function}: problem is a {type(problem).__name__}; expected an AttentionProblem, as "
+            "plan(...).problem is"
+        )
+    for name, size in sizes.items():
+        _checks.at_least(function, name, size, 1)
 
 
 def _clipped_sum(n: int, most: int) -> int:

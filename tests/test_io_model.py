@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cupyflash import _problem, io_model
+from cupyflash import _problem, io_model, plan
 from cupyflash.reference import visible
 from cupyflash.testing import DTYPES
 
@@ -226,6 +226,41 @@ def test_bytes_are_of_each_arrays_own_dtype():
         sizes = {n: 1 if n == "mask" else 4 if n in wide else 2 for n in moved}
         assert total == sum(sizes[n] * count for n, count in moved.items())
     assert traffic.bytes == traffic.bytes_read + traffic.bytes_written
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "options", "error", "message"),
+    [
+        ("algorithm1", (0, 1), {}, ValueError, "algorithm1: Br is 0; expected 1 or more"),
+        ("algorithm1", (-8, 8), {}, ValueError, "Br is -8"),
+        ("algorithm1", (8, 8, 0), {}, ValueError, "chunks is 0"),
+        ("algorithm1", (8, 8.0), {}, TypeError, "algorithm1: Bc is 8.0; expected an integer"),
+        ("q_outer", (64, 64), {"pack": 0}, ValueError, "q_outer: pack is 0; expected 1 or more"),
+        ("q_outer", (64, 64), {"splits": 0}, ValueError, "splits is 0"),
+        ("q_outer", (64, 64), {"slices": 1.5}, TypeError, "slices is 1.5; expected an integer"),
+        ("notes_estimate", (0,), {}, ValueError, "notes_estimate: M is 0; expected 1 or more"),
+    ],
+)
+def test_sizes_of_nothing_are_refused(function, arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        getattr(io_model, function)(problem(64, 64, 64), *arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        ("notes_estimate", (1,)),
+        ("standard_attention", ()),
+        ("algorithm1", (8, 8)),
+        ("q_outer", (8, 8)),
+        ("visible_pairs", ()),
+    ],
+)
+def test_a_plan_is_not_its_problem(function, arguments):
+    p = plan(seqlen_q=64, head_dim=64, device="H200")
+    message = f"{function}: problem is a Plan; expected an AttentionProblem, as plan"
+    with pytest.raises(TypeError, match=message):
+        getattr(io_model, function)(p, *arguments)
 
 
 # ---- docs/io.md ----------------------------------------------------------------------------------
