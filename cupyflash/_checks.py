@@ -30,7 +30,7 @@ def bias_array(function: str, xp: Any, value: Any, q: Any, score_shape: tuple[in
         raise TypeError(
             f"{function}: bias.dtype is {bias.dtype}; expected q's dtype {q.dtype} or float32"
         )
-    return _broadcast(function, xp, "bias", bias, score_shape)
+    return broadcast(function, xp, "bias", bias, score_shape)
 
 
 def mask_array(function: str, xp: Any, value: Any, q: Any, score_shape: tuple[int, ...]) -> Any:
@@ -41,7 +41,7 @@ def mask_array(function: str, xp: Any, value: Any, q: Any, score_shape: tuple[in
             f"{function}: mask.dtype is {mask.dtype}; expected bool, True where a query sees "
             "a key (an additive mask is bias=)"
         )
-    return _broadcast(function, xp, "mask", mask, score_shape)
+    return broadcast(function, xp, "mask", mask, score_shape)
 
 
 def slopes_array(function: str, xp: Any, value: Any, q: Any, shape: tuple[int, ...]) -> Any:
@@ -52,7 +52,7 @@ def slopes_array(function: str, xp: Any, value: Any, q: Any, shape: tuple[int, .
             f"{function}: alibi_slopes.dtype is {slopes.dtype}; expected float32 or "
             f"q's dtype {q.dtype}"
         )
-    return _broadcast(function, xp, "alibi_slopes", slopes.astype(acc_dtype, copy=False), shape)
+    return broadcast(function, xp, "alibi_slopes", slopes.astype(acc_dtype, copy=False), shape)
 
 
 def check_same_place(function: str, first: Any, **others: Any) -> None:
@@ -114,7 +114,7 @@ def check_groups(function: str, heads_q: int, heads_k: int, shapes: str) -> None
         )
 
 
-def _broadcast(function: str, xp: Any, name: str, array: Any, shape: tuple[int, ...]) -> Any:
+def broadcast(function: str, xp: Any, name: str, array: Any, shape: tuple[int, ...]) -> Any:
     try:
         return xp.broadcast_to(array, shape)
     except ValueError:
@@ -193,7 +193,7 @@ def seqlens_array(
         array = xp.asarray(host)
     if array.dtype not in (np.int32, np.int64):
         array = array.astype(np.int64)
-    return _broadcast(function, xp, "seqlens_k", array, batch_shape)
+    return broadcast(function, xp, "seqlens_k", array, batch_shape)
 
 
 def window_limits(
@@ -230,7 +230,7 @@ def scale_number(
 ) -> float:
     if softmax_scale is None:
         return 1.0 / math.sqrt(head_dim)
-    scale = _real(function, "softmax_scale", softmax_scale)
+    scale = real(function, "softmax_scale", softmax_scale)
     if not _fits(scale, dtype) or scale == 0.0:
         raise ValueError(
             f"{function}: softmax_scale is {scale}; expected a finite non-zero number (of "
@@ -249,7 +249,7 @@ def _fits(value: float, dtype: np.dtype) -> bool:
 def softcap_number(function: str, softcap: float | None, dtype: np.dtype) -> float:
     if softcap is None:
         return 0.0
-    cap = _real(function, "softcap", softcap)
+    cap = real(function, "softcap", softcap)
     if not _fits(cap, dtype) or cap <= 0.0:
         raise ValueError(
             f"{function}: softcap is {cap}; expected a finite positive number (of "
@@ -280,7 +280,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
 
 
-def _real(function: str, name: str, value: Any) -> float:
+def real(function: str, name: str, value: Any) -> float:
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     if not _is_number(value):

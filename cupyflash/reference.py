@@ -2,13 +2,17 @@
 """The oracle: softmax attention and its gradients in float64 numpy, to be checked by eye.
 
 Nothing here is tiled and nothing is fast: the whole seqlen_q x seqlen_k matrix is held in memory,
-and each line is one term of the definition. Everything else in the library is tested against it.
+and each line is one term of the definition. Everything else in the library is tested against it,
+and shares with it checks of arguments alone.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from cupyflash import _checks
 
 __all__ = [
     "ReferenceGradients",
@@ -86,8 +90,10 @@ def visible(seqlen_q, seqlen_k, *, causal=False, window=None, seqlens_k=None) ->
     Raises
     ------
     ValueError
-        If causal is another value, if a window entry is below -1, or if seqlens_k is outside
-        0 .. seqlen_k.
+        If a length is negative, if causal is another value, if a window entry is below -1, or if
+        seqlens_k is outside 0 .. seqlen_k.
+    TypeError
+        If a length, a window entry or seqlens_k is no integer, or if window is no pair.
 
     Examples
     --------
@@ -95,9 +101,17 @@ def visible(seqlen_q, seqlen_k, *, causal=False, window=None, seqlens_k=None) ->
     array([[1, 1, 0],
            [1, 1, 1]])
     """
+    seqlen_q = _checks.at_least("visible", "seqlen_q", seqlen_q, 0)
+    seqlen_k = _checks.at_least("visible", "seqlen_k", seqlen_k, 0)
     if not (isinstance(causal, bool | np.bool_) or causal == "top_left"):
         raise ValueError(f'visible: causal is {causal!r}; expected False, True or "top_left"')
-    left, right = (-1 if end is None else int(end) for end in (window or (None, None)))
+    window = (None, None) if window is None else window
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise TypeError(f"visible: window is {window!r}; expected (left, right)")
+    left, right = (
+        -1 if end is None else _checks.integer("visible", "an entry of window", end)
+        for end in window
+    )
     if min(left, right) < -1:
         raise ValueError(f"visible: window is {window!r}; entries are >= 0, or None or -1")
     # Past both lengths a window is no limit; numpy's integers wrap around for larger numbers.
@@ -105,10 +119,12 @@ def visible(seqlen_q, seqlen_k, *, causal=False, window=None, seqlens_k=None) ->
     if causal:
         right = 0
 
-    length = np.asarray(seqlen_k if seqlens_k is None else seqlens_k, dtype=np.int64)
+    length = np.asarray(seqlen_k if seqlens_k is None else seqlens_k)
+    if length.dtype.kind not in "iu" and length.size:
+        raise TypeError(f"visible: seqlens_k is {seqlens_k!r}; expected 64-bit integers")
     if np.any((length < 0) | (length > seqlen_k)):
         raise ValueError(f"visible: seqlens_k is {seqlens_k!r}; expected 0 .. {seqlen_k}")
-    length = length[..., None, None]
+    length = length.astype(np.int64)[..., None, None]
 
     i = np.arange(seqlen_q)[:, None]
     j = np.arange(seqlen_k)[None, :]
@@ -151,8 +167,9 @@ def attention_reference(
     causal, window, seqlens_k
         As in `visible`; seqlens_k broadcasts to the batch shape.
     softmax_scale : float, default 1 / sqrt(head_dim)
-        May be negative.
+        Not 0; may be negative.
     softcap : float, optional
+        Above 0.
     bias : array broadcasting to (..., heads_q, seqlen_q, seqlen_k), optional
         Added to the scores; -inf hides exactly as mask does, whatever the score.
     mask : bool array broadcasting likewise, optional
@@ -169,10 +186,10 @@ def attention_reference(
     Raises
     ------
     ValueError
-        If heads_q is not a multiple of heads_k, or as `visible` raises; numpy's own message
-        where shapes do not fit.
+        If shapes do not fit, if heads_q is not a multiple of heads_k, if softmax_scale is 0 or
+        softcap not positive, if either is not finite, or as `visible` raises.
     TypeError
-        If mask is not boolean.
+        If mask is not boolean or a number no real one, or as `visible` raises.
 
     Notes
     -----
@@ -236,7 +253,7 @@ def attention_reference_grad(dout, q, k, v, **options: Any) -> ReferenceGradient
            [0.5]])
     """
     e = _evaluate(q, k, v, **options)
-    do = np.broadcast_to(_float64(dout), e.o.shape)
+    do = _broadcast("dout", _float64(dout), e.o.shape)
     do = np.where(e.shown.any(-1, keepdims=True), do, 0.0)
     with np.errstate(invalid="ignore", over="ignore"):
         dp = do @ e.v.swapaxes(-1, -2)
@@ -245,7 +262,7 @@ def attention_reference_grad(dout, q, k, v, **options: Any) -> ReferenceGradient
         dv = e.p.swapaxes(-1, -2) @ do
         dproduct = ds
         if (softcap := options.get("softcap")) is not None:
-            dproduct = np.where(e.shown, ds * (1.0 - np.tanh(e.product / softcap) ** 2), 0.0)
+            dproduct = np.where(e.shown, ds * (1.0 - np.tanh(e.product / float(softcap)) ** 2), 0.0)
         dq = e.scale * (dproduct @ e.k)
         dk = e.scale * (dproduct.swapaxes(-1, -2) @ e.q)
     bias = options.get("bias")
@@ -278,21 +295,24 @@ def _evaluate(
 
     # Positions first, then the two ways of hiding single pairs.
     shown = visible(seqlen_q, seqlen_k, causal=causal, window=window, seqlens_k=seqlens_k)
+    if seqlens_k is not None:
+        _broadcast("seqlens_k", np.asarray(seqlens_k), tuple(batch))
     shown = np.broadcast_to(shown[..., None, :, :], full_shape)  # the head axis
     if mask is not None:
         if np.asarray(mask).dtype != np.bool_:
             raise TypeError(f"attention_reference: mask is {np.asarray(mask).dtype}; expected bool")
-        shown = shown & np.broadcast_to(mask, full_shape)
+        shown = shown & _broadcast("mask", np.asarray(mask), full_shape)
     added = 0.0
     if bias is not None:
-        added = np.broadcast_to(_float64(bias), full_shape)
+        added = _broadcast("bias", _float64(bias), full_shape)
         shown = shown & (added != -np.inf)
     if alibi_slopes is not None:
         length = np.asarray(seqlen_k if seqlens_k is None else seqlens_k, np.int64)
         length = length[..., None, None, None]
         offset = 0 if causal == "top_left" else length - seqlen_q
         distance = np.abs(np.arange(seqlen_q)[:, None] + offset - np.arange(seqlen_k))
-        added = added - _float64(alibi_slopes)[..., None, None] * distance
+        slopes = _broadcast("alibi_slopes", _float64(alibi_slopes), full_shape[:-2])
+        added = added - slopes[..., None, None] * distance
 
     # What takes part in no visible pair must not be multiplied: 0 * NaN is NaN.
     q = np.where(shown.any(-1)[..., None], q, 0.0)
@@ -300,7 +320,11 @@ def _evaluate(
     v = np.where(shown.any(-2)[..., None], v, 0.0)
 
     # An empty product is 0 at any scale.
-    scale = (max(head_dim, 1) ** -0.5) if softmax_scale is None else float(softmax_scale)
+    scale = max(head_dim, 1) ** -0.5
+    if softmax_scale is not None:
+        scale = _finite("softmax_scale", softmax_scale)
+    if softcap is not None:
+        softcap = _finite("softcap", softcap, positive=True)
     with np.errstate(invalid="ignore", over="ignore"):  # a visible NaN or Inf is the caller's
         product = scale * (q @ k.swapaxes(-1, -2))
         s = product if softcap is None else softcap * np.tanh(product / softcap)
@@ -316,12 +340,34 @@ def _evaluate(
     return _Evaluation(q, k, v, scale, shown, product, added, p, o, lse)
 
 
+def _finite(name, value, *, positive=False) -> float:
+    number = _checks.real("attention_reference", name, value)
+    if not math.isfinite(number) or number == 0.0 or (positive and number < 0.0):
+        wanted = "positive" if positive else "non-zero"
+        raise ValueError(
+            f"attention_reference: {name} is {number}; expected a finite {wanted} number"
+        )
+    return number
+
+
+def _broadcast(name, array, shape) -> np.ndarray:
+    return _checks.broadcast("attention_reference", np, name, array, shape)
+
+
 def _float64(array) -> npt.NDArray[np.float64]:
     return np.asarray(array).astype(np.float64)
 
 
 def _per_query_head(q, k, v):
     """q, k and v with one common (*batch, heads_q) in front; key heads are repeated."""
+    shapes = f"q.shape={q.shape}, k.shape={k.shape}, v.shape={v.shape}"
+    if min(q.ndim, k.ndim, v.ndim) < 2:
+        raise ValueError(f"attention_reference: q, k and v have at least 2 axes ({shapes})")
+    if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
+        raise ValueError(
+            "attention_reference: q and k must agree in head_dim and k and v in seqlen_k "
+            f"({shapes})"
+        )
     q, k, v = (x[None] if x.ndim == 2 else x for x in (q, k, v))
     heads_q, heads_k = q.shape[-3], k.shape[-3]
     if heads_q % max(heads_k, 1) or (heads_q and not heads_k) or v.shape[-3] != heads_k:
@@ -331,7 +377,12 @@ def _per_query_head(q, k, v):
         )
     group = heads_q // max(heads_k, 1)
     k, v = np.repeat(k, group, axis=-3), np.repeat(v, group, axis=-3)
-    batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    try:
+        batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    except ValueError:
+        raise ValueError(
+            f"attention_reference: the leading axes of q, k and v must broadcast ({shapes})"
+        ) from None
     return (np.broadcast_to(x, (*batch, *x.shape[-3:])) for x in (q, k, v))
 
 

@@ -2,6 +2,7 @@
 """The oracle against numbers worked by hand, pictures of masks, and finite differences."""
 
 import math
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -133,6 +134,23 @@ def test_visible_refuses(options, message):
         visible(2, 4, **options)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "options", "message"),
+    [
+        ((2.0, 4), {}, "visible: seqlen_q is 2.0; expected an integer"),
+        ((2, 4), {"seqlens_k": 2.7}, "visible: seqlens_k is 2.7; expected 64-bit integers"),
+        ((2, 4), {"seqlens_k": True}, "seqlens_k is True"),
+        ((2, 4), {"window": (1.5, 0)}, "visible: an entry of window is 1.5; expected an integer"),
+        ((2, 4), {"window": ()}, r"window is \(\); expected \(left, right\)"),
+        ((2, 4), {"window": (1,)}, r"window is \(1,\)"),
+        ((2, 4), {"window": 5}, "window is 5"),
+    ],
+)
+def test_visible_refuses_what_is_no_integer(lengths, options, message):
+    with pytest.raises(TypeError, match=message):
+        visible(*lengths, **options)
+
+
 # ---- shapes
 
 
@@ -180,6 +198,48 @@ def test_refuses_a_mask_of_numbers():
     x = np.ones((2, 4))
     with pytest.raises(TypeError, match="mask is float64; expected bool"):
         attention_reference(x, x, x, mask=np.ones((2, 2)))
+
+
+def test_refuses_what_is_no_number():
+    x = np.ones((2, 4))
+    for name in ("softmax_scale", "softcap"):
+        with pytest.raises(TypeError, match=f"{name} is a str; expected a real number"):
+            attention_reference(x, x, x, **{name: "1"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"softmax_scale": 0}, "softmax_scale is 0.0; expected a finite non-zero number"),
+        ({"softmax_scale": math.nan}, "softmax_scale is nan"),
+        ({"softcap": 0}, "softcap is 0.0; expected a finite positive number"),
+        ({"softcap": -1}, "softcap is -1.0"),
+        ({"softcap": math.inf}, "softcap is inf"),
+        ({"alibi_slopes": [1, 2]}, r"alibi_slopes.shape is \(2,\); .* broadcasts to \(1,\)"),
+        ({"bias": np.zeros((2, 2, 2))}, r"bias.shape is \(2, 2, 2\)"),
+        ({"mask": np.ones(3, bool)}, r"mask.shape is \(3,\)"),
+        ({"seqlens_k": [1, 2]}, r"seqlens_k.shape is \(2,\)"),
+    ],
+)
+def test_refuses_options_that_do_not_fit(options, message):
+    x = np.ones((2, 4))
+    for refuses in (attention_reference, partial(attention_reference_grad, x)):
+        with pytest.raises(ValueError, match=f"attention_reference: {message}"):
+            refuses(x, x, x, **options)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((4,), (2, 4), (2, 4)), r"at least 2 axes \(q.shape=\(4,\)"),
+        (((2, 3), (2, 4), (2, 4)), "q and k must agree in head_dim"),
+        (((2, 4), (3, 4), (1, 4)), "k and v in seqlen_k"),
+        (((2, 1, 2, 4), (3, 1, 2, 4), (1, 2, 4)), "the leading axes of q, k and v must broadcast"),
+    ],
+)
+def test_refuses_shapes_that_do_not_fit(shapes, message):
+    with pytest.raises(ValueError, match=message):
+        attention_reference(*map(np.ones, shapes))
 
 
 # ---- public failures
