@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from cupyflash import _arrays, _checks
 from cupyflash.reference import visible
 
 __all__ = [
@@ -122,11 +123,18 @@ def start(shape, head_dim_v=None, *, dtype=np.float64, like=None) -> Statistics 
     -------
     Statistics or OutputState
 
+    Raises
+    ------
+    TypeError
+        If dtype is neither float32 nor float64.
+
     Examples
     --------
     >>> start(2)
     Statistics(m=array([-inf, -inf]), l=array([0., 0.]))
     """
+    if dtype is None or _checks.named_dtype(dtype) not in (np.float32, np.float64):
+        raise TypeError(f"start: dtype is {dtype!r}; expected float32 or float64")
     xp = _namespace(like)
     m, l = xp.full(shape, -math.inf, dtype), xp.zeros(shape, dtype)
     if head_dim_v is None:
@@ -338,7 +346,13 @@ def algorithm1_steps(
     Raises
     ------
     ValueError
-        If an array is not 2-D or shapes do not fit, or if Br or Bc is below 1.
+        If an array is not 2-D or shapes do not fit, if Br or Bc is below 1, if softmax_scale is
+        0 or not finite, or if causal or a window entry is none of its values.
+    TypeError
+        If q, k, v, bias or mask is no array or not beside q, if mask is not boolean, or if Br, Bc,
+        softmax_scale, causal or window is of another type.
+
+    All of them are raised by the call, before the first step is asked for.
 
     Examples
     --------
@@ -346,30 +360,42 @@ def algorithm1_steps(
     >>> [float(step.O[0, 0]) for step in algorithm1_steps(q, k, v, Br=1, Bc=1)]
     [1.0, 2.0]
     """
+    function = "algorithm1_steps"
+    q, k, v = (_arrays.adopt(function, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    _checks.check_same_place(function, q, k=k, v=v)
     for name, array in (("q", q), ("k", k), ("v", v)):
         if array.ndim != 2:
-            raise ValueError(f"algorithm1_steps: {name} has shape {array.shape}; expected 2-D")
+            raise ValueError(f"{function}: {name} has shape {array.shape}; expected 2-D")
     if q.shape[1] != k.shape[1] or k.shape[0] != v.shape[0]:
         raise ValueError(
-            "algorithm1_steps: q and k must agree in head_dim and k and v in seqlen "
+            f"{function}: q and k must agree in head_dim and k and v in seqlen "
             f"(q.shape={q.shape}, k.shape={k.shape}, v.shape={v.shape})"
         )
-    if min(Br, Bc) < 1:
-        raise ValueError(f"algorithm1_steps: Br is {Br} and Bc is {Bc}; expected at least 1")
-    return _walk(q, k, v, Br, Bc, softmax_scale, causal, window, bias, mask)
+    Br, Bc = (_checks.at_least(function, name, x, 1) for name, x in (("Br", Br), ("Bc", Bc)))
+    (N, d), keys, xp = q.shape, k.shape[0], _namespace(q)
+    scale = max(d, 1) ** -0.5
+    if softmax_scale is not None:
+        scale = _checks.scale_number(function, softmax_scale, d, q.dtype)
+    _checks.window_limits(function, causal, window, N + keys)
+    if bias is not None:
+        bias = _arrays.adopt(function, "bias", bias)
+        _checks.check_same_place(function, q, bias=bias)
+        bias = _checks.broadcast(function, xp, "bias", bias, (N, keys))
+    if mask is not None:
+        mask = _checks.mask_array(function, xp, mask, q, (N, keys))
+    return _walk(q, k, v, Br, Bc, scale, causal, window, bias, mask)
 
 
-def _walk(q, k, v, Br, Bc, softmax_scale, causal, window, bias, mask) -> Iterator[Step]:
+def _walk(q, k, v, Br, Bc, scale, causal, window, bias, mask) -> Iterator[Step]:
     xp = _namespace(q)
-    (N, d), (keys, d_v) = q.shape, v.shape
-    scale = max(d, 1) ** -0.5 if softmax_scale is None else softmax_scale
+    N, (keys, d_v) = q.shape[0], v.shape
     dtype = _accumulator(q.dtype)
     Q, K, V = (x.astype(dtype) for x in (q, k, v))
     shown = xp.asarray(visible(N, keys, causal=causal, window=window))
     if mask is not None:
         shown = shown & mask
     if bias is not None:
-        bias = xp.broadcast_to(bias, (N, keys)).astype(dtype)
+        bias = bias.astype(dtype)
 
     m, l, O = start(N, d_v, dtype=dtype, like=q)  # line 2
     Tr, Tc = -(-N // Br), -(-keys // Bc)  # lines 3 and 4

@@ -224,12 +224,34 @@ def test_algorithm1_holds_low_precision_in_float32(dtype):
         (((2, 3, 4), (3, 4), (3, 4)), (1, 1), r"q has shape \(2, 3, 4\); expected 2-D"),
         (((3, 4), (3, 5), (3, 4)), (1, 1), r"k.shape=\(3, 5\)"),
         (((3, 4), (3, 4), (2, 4)), (1, 1), r"v.shape=\(2, 4\)"),
-        (((3, 4), (3, 4), (3, 4)), (0, 1), "Br is 0 and Bc is 1"),
+        (((3, 4), (3, 4), (3, 4)), (0, 1), "Br is 0; expected 1 or more"),
     ],
 )
 def test_algorithm1_refuses_before_the_first_step(shapes, blocks, message):
     with pytest.raises(ValueError, match=message):
         algorithm1_steps(*(np.zeros(s) for s in shapes), Br=blocks[0], Bc=blocks[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"Br": 1.5}, TypeError, "Br is 1.5; expected an integer"),
+        ({"softmax_scale": 0}, ValueError, "softmax_scale is 0.0; expected a finite non-zero"),
+        ({"softmax_scale": "1"}, TypeError, "softmax_scale is a str"),
+        ({"causal": "bottom"}, ValueError, "causal is 'bottom'"),
+        ({"window": (1,)}, TypeError, r"window is \(1,\)"),
+        ({"window": (-2, 0)}, ValueError, "window left is -2"),
+        ({"bias": np.zeros((2, 2))}, ValueError, r"bias.shape is \(2, 2\)"),
+        ({"mask": np.ones((2, 2), bool)}, ValueError, r"mask.shape is \(2, 2\)"),
+        ({"mask": np.ones((3, 3))}, TypeError, "mask.dtype is float64; expected bool"),
+        ({"mask": np.full((3, 3), 2)}, TypeError, "mask.dtype is int64; expected bool"),
+        ({"q": [[1.0] * 4]}, TypeError, "q is a list; expected a numpy or CuPy array"),
+    ],
+)
+def test_algorithm1_refuses_options_before_the_first_step(options, error, message):
+    arguments = dict.fromkeys("qkv", np.zeros((3, 4))) | {"Br": 1, "Bc": 1}
+    with pytest.raises(error, match=f"algorithm1_steps: {message}"):
+        algorithm1_steps(**arguments | options)
 
 
 # ---- the algebra
@@ -382,6 +404,12 @@ def test_logsumexp_accumulates_in_float32_or_float64(dtype, accumulated):
 def test_logsumexp_refuses_no_blocks():
     with pytest.raises(ValueError, match="no blocks"):
         logsumexp([])
+
+
+@pytest.mark.parametrize("dtype", [int, np.float16, "bool", None, "no dtype"])
+def test_start_refuses_what_holds_no_statistics(dtype):
+    with pytest.raises(TypeError, match=r"start: dtype is .*; expected float32 or float64"):
+        start(2, dtype=dtype)
 
 
 def test_kinds_of_state_do_not_mix():
