@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyflash import _checks
+
 # How an array lies in memory; `arrange` says what each means.
 LAYOUTS = ("contiguous", "transposed", "sliced", "strided", "broadcast", "negative", "misaligned")
 
@@ -167,7 +169,9 @@ def guarded_empty(shape, dtype, *, guard_bytes=4096, xp=np) -> Guarded:
     Raises
     ------
     ValueError
-        If guard_bytes is not a positive multiple of 256.
+        If guard_bytes is not a positive multiple of 256 or an axis of shape is negative.
+    TypeError
+        If an axis of shape or guard_bytes is no integer.
 
     Examples
     --------
@@ -175,10 +179,13 @@ def guarded_empty(shape, dtype, *, guard_bytes=4096, xp=np) -> Guarded:
     >>> out[...] = 1
     >>> check()
     """
+    guard_bytes = _checks.integer("guarded_empty", "guard_bytes", guard_bytes)
     if guard_bytes < 1 or guard_bytes % 256:
         raise ValueError(f"guarded_empty: guard_bytes is {guard_bytes}; expected 256, 512, ...")
+    axes = shape if np.iterable(shape) else (shape,)
+    shape = tuple(_checks.at_least("guarded_empty", "an axis of shape", n, 0) for n in axes)
     dtype = np.dtype(dtype)
-    nbytes = math.prod(np.atleast_1d(np.asarray(shape, int)).tolist()) * dtype.itemsize
+    nbytes = math.prod(shape) * dtype.itemsize
     buffer = _buffer(nbytes + 2 * guard_bytes, 0, xp)
     buffer[:] = 0xFF
     bands = {"before": buffer[:guard_bytes], "after": buffer[guard_bytes + nbytes :]}

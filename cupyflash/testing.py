@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 import ml_dtypes
 import numpy as np
 
-from cupyflash import _dtypes
+from cupyflash import _checks, _dtypes
 from cupyflash._messages import install_command
 from cupyflash._testing_arrays import (
     LAYOUTS,
@@ -97,12 +97,15 @@ def tile_edges(*tiles: int) -> list[int]:
     ------
     ValueError
         If a tile size is below 1.
+    TypeError
+        If one is no integer.
 
     Examples
     --------
     >>> tile_edges(16, 64)
     [0, 1, 15, 16, 17, 33, 63, 64, 65, 129]
     """
+    tiles = tuple(_checks.integer("tile_edges", "a tile", n) for n in tiles)
     if min(tiles, default=1) < 1:
         raise ValueError(f"tile_edges: tiles are {tiles}; expected sizes of at least 1")
     return sorted({0, 1}.union(*((n - 1, n, n + 1, 2 * n + 1) for n in tiles)))
@@ -147,8 +150,10 @@ def attention_problems(
     Raises
     ------
     ValueError
-        If one of the lists is empty or has a name that is not among the allowed ones, or if a
-        length is negative or a head_dim below 1.
+        If one of the lists is empty or has a name that is not among the allowed ones, if a
+        head_dim is below 1, or if a length, max_options or max_scores is negative.
+    TypeError
+        If one of these numbers is no integer.
 
     Examples
     --------
@@ -170,7 +175,8 @@ def attention_problems(
         if not given:
             raise ValueError(f"attention_problems: {argument} is empty; expected at least one")
     for argument, given, least in (("lengths", lengths, 0), ("head_dims", head_dims, 1)):
-        if min(given) < least:
+        entry = f"an entry of {argument}"
+        if min(_checks.integer("attention_problems", entry, n) for n in given) < least:
             raise ValueError(
                 f"attention_problems: {argument} has {min(given)}; expected at least {least}"
             )
@@ -181,8 +187,8 @@ def attention_problems(
         list(options),
         list(layouts),
         list(magnitudes),
-        max_options,
-        max_scores,
+        _checks.at_least("attention_problems", "max_options", max_options, 0),
+        _checks.at_least("attention_problems", "max_scores", max_scores, 0),
     )
 
 

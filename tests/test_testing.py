@@ -196,10 +196,26 @@ def test_max_scores_holds(problem):
         ({"lengths": []}, "lengths is empty"),
         ({"lengths": [3, -1]}, "lengths has -1; expected at least 0"),
         ({"head_dims": [0, 8]}, "head_dims has 0; expected at least 1"),
+        ({"max_options": -1}, "max_options is -1; expected 0 or more"),
+        ({"max_scores": -1}, "max_scores is -1; expected 0 or more"),
     ],
 )
 def test_unknown_restrictions_are_refused(restriction, message):
     with pytest.raises(ValueError, match=message):
+        attention_problems(**restriction)
+
+
+@pytest.mark.parametrize(
+    ("restriction", "message"),
+    [
+        ({"lengths": [3, 1.5]}, "an entry of lengths is 1.5; expected an integer"),
+        ({"head_dims": ["8"]}, "an entry of head_dims is '8'"),
+        ({"max_options": 1.5}, "max_options is 1.5"),
+        ({"max_scores": None}, "max_scores is None"),
+    ],
+)
+def test_restrictions_in_numbers_are_integers(restriction, message):
+    with pytest.raises(TypeError, match=f"attention_problems: {message}"):
         attention_problems(**restriction)
 
 
@@ -231,6 +247,8 @@ def test_tile_edges():
     assert tile_edges(8) == [0, 1, 7, 8, 9, 17]
     with pytest.raises(ValueError, match="tiles are \\(8, 0\\); expected sizes of at least 1"):
         tile_edges(8, 0)
+    with pytest.raises(TypeError, match=r"tile_edges: a tile is 1.5; expected an integer"):
+        tile_edges(1.5)
 
 
 def test_cupyflash_imports_without_hypothesis():

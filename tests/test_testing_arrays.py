@@ -81,6 +81,21 @@ def test_guard_reports_a_write_outside(past, message):
 def test_guard_width_is_checked():
     with pytest.raises(ValueError, match="guard_bytes is 100"):
         guarded_empty(3, np.float32, guard_bytes=100)
+    with pytest.raises(TypeError, match=r"guarded_empty: guard_bytes is 256.0"):
+        guarded_empty(3, np.float32, guard_bytes=256.0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "error", "message"),
+    [
+        (-1, ValueError, "an axis of shape is -1; expected 0 or more"),
+        ((-2, -3), ValueError, "an axis of shape is -2"),
+        ((2, 1.5), TypeError, "an axis of shape is 1.5; expected an integer"),
+    ],
+)
+def test_guarded_shape_is_checked(shape, error, message):
+    with pytest.raises(error, match=f"guarded_empty: {message}"):
+        guarded_empty(shape, np.float32)
 
 
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)
