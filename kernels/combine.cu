@@ -14,8 +14,8 @@
 // SRAM       the weights of the parts, and the sums of the warps.
 // Pipeline   What takes time is waiting: for the forward pass, for lse, for O. So the launch begins
 //            while the forward pass ends, where the GPU can do that, and where its rows lie is
-//            known by then; a team is as large as its row's parts need for one round of loads; and the
-//            first round of O is on its way while the weights are found.
+//            known by then; a team is as large as its row's parts need for one round of loads; and
+//            the first round of O is on its way while the weights are found.
 // Limits     up to kMaxSplits parts.
 #include "common/config.cuh"
 #include "common/online_softmax.cuh"
