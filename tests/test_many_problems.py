@@ -241,7 +241,7 @@ def judge(xp: Any, qkv: list[Any], options: dict[str, Any], o: Any, lse: Any) ->
     off = abs(float64(o) - expected)
     if half:
         linear, size = p @ abs(v), abs(expected)
-        rounding = unit * (xp.minimum(linear, size + 4 * quadratic) + size)
+        rounding = (unit + score) * (xp.minimum(linear, size + 4 * quadratic) + size)
         ratio = (off / (4 * c * growth * linear + rounding + floor)).max()
     else:
         norm = xp.maximum(xp.linalg.norm(expected), xp.linalg.norm(quadratic))
