@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupyflash import _params, _simt, _sm80, _sm90
+from cupyflash import _params, _simt, _sm80, _sm90, _sm90_float32
 from cupyflash._params import Pointer
 from cupyflash._tensormap import TensorMap
 
@@ -78,12 +78,12 @@ def prepare(
     # With the head axis that the result of 2-D arrays lacks.
     o_heads = o[None] if problem.flat else o
     lse_heads = lse[None] if problem.flat and lse is not None else lse
-    if plan.kernel == _sm80.KERNEL:
-        records = _sm80.records(problem, plan.tiles, plan.parts, o_heads, lse_heads, workspaces)
-        return o, lse, list(records)
-    if plan.kernel == _simt.KERNEL:
-        records = _simt.records(problem, plan.tiles, plan.parts, o_heads, lse_heads, workspaces)
-        return o, lse, list(records)
+    for divided in (_sm80, _simt, _sm90_float32):
+        if plan.kernel == divided.KERNEL:
+            records = divided.records(
+                problem, plan.tiles, plan.parts, o_heads, lse_heads, workspaces
+            )
+            return o, lse, list(records)
     if plan.kernel == _sm90.KERNEL:
         records = _sm90.records(problem, plan.tiles, plan.device, o_heads, lse_heads, workspaces)
         return o, lse, list(records)

@@ -248,7 +248,7 @@ def parts(
     if splits is None:
         splits = fitting_splits(problem, tiles, device, heads * Tr * slices)
     assert 1 <= splits <= MAX_SPLITS
-    return Parts(packed, splits, slices, _bunch(problem, device, packed), Tr * splits * slices)
+    return Parts(packed, splits, slices, bunch(problem, device, packed), Tr * splits * slices)
 
 
 _SPLIT_KEYS = 256  # fewer keys in a part are not worth its share of the merge
@@ -269,7 +269,8 @@ def fitting_splits(problem: AttentionProblem, tiles: Tiles, device: Device, work
     return min(range(1, most + 1), key=lambda splits: (steps(splits), splits))
 
 
-def _bunch(problem: AttentionProblem, device: Device, packed: int) -> int:
+def bunch(problem: AttentionProblem, device: Device, packed: int) -> int:
+    """Heads, of ``packed`` query heads each, whose K and V fit the L2 cache together."""
     heads = problem.batch * problem.heads_q // packed
     if problem.window_left < 0 and problem.window_right < 0:
         return 1  # all works take equally long

@@ -7,7 +7,8 @@ import dataclasses
 import functools
 from typing import Any
 
-from cupyflash import _checks, _gpu, _problem, _simt, _sm80, _sm90, devices, io_model, tiling
+from cupyflash import _checks, _gpu, _problem, _simt, _sm80, _sm90, _sm90_float32
+from cupyflash import devices, io_model, tiling
 from cupyflash._launch import MAX_GRID_X
 from cupyflash._problem import AttentionProblem
 from cupyflash.devices import Device
@@ -15,7 +16,8 @@ from cupyflash.tiling import Tiling
 
 __all__ = ["KERNELS", "Algorithm1", "Plan", "plan"]
 
-KERNELS = ("host", "fa1_forward", _simt.KERNEL, _sm80.KERNEL, _sm90.KERNEL)
+_DIVIDING = (_sm80.KERNEL, _sm90_float32.KERNEL, _simt.KERNEL)  # keys, where asked to
+KERNELS = ("host", "fa1_forward", _simt.KERNEL, _sm80.KERNEL, _sm90.KERNEL, _sm90_float32.KERNEL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,10 +325,10 @@ def _cached_plan(
     if name not in (None, *KERNELS):
         raise ValueError(f"{function}: kernel is {name!r}; expected one of {', '.join(KERNELS)}")
     divided = num_splits is not None and num_splits > 1
-    if divided and name not in (None, _sm80.KERNEL, _simt.KERNEL):
+    if divided and name not in (None, *_DIVIDING):
         raise ValueError(
             f"{function}: num_splits is {num_splits}, but kernel {name!r} does not divide keys; "
-            f"expected 1 or None, or kernel {_sm80.KERNEL!r} or {_simt.KERNEL!r}"
+            f"expected 1 or None, or kernel {' or '.join(map(repr, _DIVIDING))}"
         )
     if device is None:
         if name not in (None, "host"):
@@ -371,6 +373,14 @@ def _plan_others(
     settings = kernel if isinstance(kernel, Algorithm1) else Algorithm1()
     name = kernel
     divided = num_splits is not None and num_splits > 1
+    if name == _sm90_float32.KERNEL or kernel is None:
+        refusal = _sm90_float32.refusal(problem, device)
+        if refusal is None and not (kernel is None and _sm90_float32.few_queries(problem)):
+            return _plan_sm90_float32(problem, device, num_splits)
+        if name == _sm90_float32.KERNEL:
+            raise ValueError(
+                f"{function}: kernel {name!r} {refusal}; leave kernel=None to let the plan choose"
+            )
     if name == _sm80.KERNEL or kernel is None:
         refusal = _sm80.refusal(problem, device)
         if refusal is None:
@@ -416,6 +426,15 @@ def _plan_sm80(problem: AttentionProblem, device: Device, num_splits: int | None
     assert tiles is not None
     parts = _sm80.parts(problem, tiles, device, num_splits)
     return _divided_plan(_sm80.KERNEL, problem, device, tiles, parts)
+
+
+def _plan_sm90_float32(
+    problem: AttentionProblem, device: Device, num_splits: int | None
+) -> Plan:
+    tiles = _sm90_float32.tiles_of(problem)
+    assert tiles is not None
+    parts = _sm90_float32.parts(problem, tiles, device, num_splits)
+    return _divided_plan(_sm90_float32.KERNEL, problem, device, tiles, parts)
 
 
 def _plan_simt(problem: AttentionProblem, device: Device, num_splits: int | None) -> Plan:

@@ -299,9 +299,9 @@ def specialisations() -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     Examples
     --------
     >>> sorted({kernel for kernel, _, _ in specialisations()})
-    ['combine', 'fa1_forward', 'forward_simt', 'forward_sm80', 'forward_sm90']
+    ['combine', 'fa1_forward', 'forward_simt', 'forward_sm80', 'forward_sm90', 'forward_sm90_float32']
     """
-    from cupyflash import _simt, _sm80, _sm90  # which use this module
+    from cupyflash import _simt, _sm80, _sm90, _sm90_float32  # which use this module
 
     architectures = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
     for dtype in NAMES:
@@ -310,6 +310,7 @@ def specialisations() -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     yield from _simt.specialisations()
     yield from _sm80.specialisations()
     yield from _sm90.specialisations()
+    yield from _sm90_float32.specialisations()
 
 
 def fa1_options(dtype: str, general: bool) -> tuple[str, ...]:

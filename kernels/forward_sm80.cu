@@ -23,6 +23,7 @@
 // Limits     d <= 256; sequences of less than 2^29, so that positions are 32-bit numbers; 2^32
 //            heads of the whole batch.
 #include "common/config.cuh"
+#include "common/divided_work.cuh"
 #include "common/mask.cuh"
 #include "common/params.cuh"
 #include "common/tile.cuh"
@@ -56,34 +57,11 @@ struct Sm80Params {
   int64 mask_vectors;
 };
 
+static_assert(kStages >= 2, "one tile is loaded while another is used");
+
 // Whether what leads from one tile of keys to the next stays in registers. Elsewhere there are none
 // left for it.
 constexpr bool kKeepsLoaders = !kGeneral && sizeof(element) != 4;
-
-// What one thread block does. Works that share keys are neighbours in time, so that K and V come
-// from the L2 cache: heads are walked in bunches whose K and V fit there, the last queries of all
-// heads of a bunch first, since with a causal mask they have most keys to visit.
-struct Work {
-  int split;
-  int slice;
-  int64 head;  // among all
-  int64 tile;  // of queries
-
-  __device__ Work(const Sm80Params& p, unsigned at) {
-    const int64 tiles = ceil_div(p.problem.seqlen_q * p.pack, static_cast<int64>(kBr));
-    split = at % static_cast<unsigned>(p.splits);
-    at /= static_cast<unsigned>(p.splits);
-    slice = at % static_cast<unsigned>(p.slices);
-    at /= static_cast<unsigned>(p.slices);
-    const unsigned bunch = static_cast<unsigned>(p.bunch);
-    const unsigned first = at / (bunch * static_cast<unsigned>(tiles)) * bunch;
-    const unsigned left = static_cast<unsigned>(p.heads) - first;
-    const unsigned here = left < bunch ? left : bunch;
-    const unsigned rest = at - first * static_cast<unsigned>(tiles);
-    tile = tiles - 1 - rest / here;
-    head = p.first_head + first + rest % here;
-  }
-};
 
 template <class T>
 __device__ __forceinline__ void load_queries(unsigned char* tile, const element* first,
@@ -121,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
       reinterpret_cast<VBuffer*>(shared_memory + QTile::kBytes + kStages * sizeof(KBuffer));
 
   const Problem& problem = params.problem;
-  const Work work(params, blockIdx.x);
+  const Work work(params, params.pack, blockIdx.x);
   const HeadIndex at(problem, static_cast<unsigned>(work.head * params.pack));
   const TileBand band(Band(problem, at.seqlen_k(problem)));
   const QueryRows rows(problem, params.pack, work.tile);
@@ -257,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
 
   // Where each row goes: to the result, or, being one part of several, to the workspace. Found out
   // anew, since there were no registers to keep it in.
-  const Work out_work(params, pin(static_cast<int>(blockIdx.x)));
+  const Work out_work(params, params.pack, pin(static_cast<int>(blockIdx.x)));
   const HeadIndex out_at(problem, static_cast<unsigned>(out_work.head * params.pack));
   const QueryRows out_rows(problem, params.pack, out_work.tile);
   const int out_dv0 = out_work.slice * kHeadDimV;

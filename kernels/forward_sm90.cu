@@ -56,6 +56,7 @@
 #include "common/sm90_producer.cuh"
 #include "common/sm90_score_arrays.cuh"
 #include "common/store_fragment.cuh"
+#include "common/uniform.cuh"
 #include "common/warp_scores.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/pin.cuh"
@@ -91,18 +92,6 @@ __device__ __forceinline__ void start_outputs(float (&O)[kOutputs],
 #pragma unroll
   for (int k = 0; k < kBc / 16; ++k) wgmma<kMma, true, true>(O, P[k], V + VTile::rows_step(k));
   wgmma_commit();
-}
-
-// The same number in all lanes, and the compiler knows it.
-__device__ __forceinline__ int warp_uniform(int x) { return __reduce_max_sync(kFullWarp, x); }
-
-// A descriptor `step` further on: addresses are in its lower half, and never carry. It is made in
-// uniform registers, where wgmma wants it, and not moved there between one wgmma and the next,
-// which cost a fifth of the speed at head_dim 256.
-__device__ __forceinline__ unsigned long long advanced(unsigned long long descriptor,
-                                                       unsigned step) {
-  const unsigned low = warp_uniform(static_cast<unsigned>(descriptor) + step);
-  return (descriptor & 0xffffffff00000000ull) | low;
 }
 
 // A number as a type, for lambdas to take one that is known to the compiler.

@@ -8,6 +8,7 @@
 #include "common/swizzled_tile.cuh"
 #include "common/tile_range.cuh"
 #include "common/tile_scheduler.cuh"
+#include "common/turn.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 
@@ -120,16 +121,6 @@ static_assert(sizeof(Shared) <= kQStages * kConsumers * QTile::kBytes +
                                     kHasScoreArray * kScoreStages * kConsumers * ScoreTile::kBytes +
                                     1024,
               "the launcher adds a kilobyte to the tiles");
-
-// Of the n-th use of a ring of buffers: which buffer, and the parity of its mbarriers' phases.
-template <int stages>
-struct Turn {
-  int stage;
-  unsigned parity;
-
-  explicit __device__ __forceinline__ Turn(unsigned n)
-      : stage(n % stages), parity(n / stages % 2) {}
-};
 
 // Sequences are shorter than this (the launcher's check): a key so far off is past every end.
 constexpr int kFarKey = 1 << 30;

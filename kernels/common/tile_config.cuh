@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// tile_config.cuh: the tile of a forward_sm80 specialisation, from config.cuh's constants.
+// tile_config.cuh: the tile of a specialisation whose warps own rows of it, from config.cuh's constants.
 #pragma once
 
 #include "common/config.cuh"
@@ -13,6 +13,5 @@ constexpr int kKeyTiles = kBc / 8;          // column fragments of 8, the n of e
 
 static_assert(kBr == kWarps * kFragments * 16, "a warp owns whole fragments of 16 queries");
 static_assert(kBc % 8 == 0 && kBc <= 128, "a tile of keys is made of fragments of 8");
-static_assert(kStages >= 2, "one tile is loaded while another is used");
 
 }  // namespace cupyflash

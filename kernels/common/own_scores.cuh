@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: MIT
+// own_scores.cuh: softcap, ALiBi, bias and mask on the scores of a thread, each of whose bias and
+// mask it reads from global memory itself.
+#pragma once
+
+#include "common/tile_scores.cuh"
+
+namespace cupyflash {
+
+class OwnScores {
+ public:
+  // rows: of the work, whose head is `at`.
+  __device__ __forceinline__ OwnScores(const Problem& problem, const HeadIndex& at,
+                                       const QueryRows& rows, int diagonal)
+      : bias_(static_cast<const acc*>(problem.bias.data)),
+        mask_(static_cast<const uint8*>(problem.mask.data)),
+        rows_(rows),
+        diagonal_(diagonal),
+        slope_(0) {
+    if (bias_) bias_ += at.offset(problem.bias, at.head_q) + rows.i0 * problem.bias.row;
+    if (mask_) mask_ += at.offset(problem.mask, at.head_q) + rows.i0 * problem.mask.row;
+    if (problem.alibi_slopes.data) {
+      slope_ = static_cast<const acc*>(
+          problem.alibi_slopes.data)[at.offset(problem.alibi_slopes, at.head_q)];
+    }
+  }
+
+  // Turns products of the tile that begins with key j0 into scores in nats. Where a key is not one,
+  // or a row not one of the work's, it reads a neighbour's bias.
+  __device__ __forceinline__ void apply(acc (&S)[kFragments][kKeyTiles][4], const Problem& problem,
+                                        int j0) const {
+    const acc scale = static_cast<acc>(problem.softmax_scale);
+    const acc cap = static_cast<acc>(problem.softcap);
+    const acc to_cap = cap == acc(0) ? acc(0) : static_cast<acc>(1 / problem.softcap);
+    each(S, [&](int, int, acc s) { return s * scale; });
+    if (cap != acc(0)) each(S, [&](int, int, acc s) { return cap * tanhf(s * to_cap); });
+    if (slope_ != acc(0)) {
+      each(S, [&](int r, int key, acc s) {
+        return s - slope_ * static_cast<acc>(abs(diagonal_ + r - j0 - key));
+      });
+    }
+    if (bias_) {
+      acc bias[kFragments][kKeyTiles][4];
+      each(bias, [&](int r, int key, acc) { return bias_[at(problem, problem.bias, r, j0 + key)]; });
+#pragma unroll
+      for (int m = 0; m < kFragments; ++m) {
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+          for (int x = 0; x < 4; ++x) {
+            // A score of NaN or +inf must not bring back what -inf hides.
+            const bool hides = bias[m][n][x] == kMinusInfinity;
+            S[m][n][x] = hides ? kMinusInfinity : S[m][n][x] + bias[m][n][x];
+          }
+        }
+      }
+    }
+    if (mask_) {
+      each(S, [&](int r, int key, acc s) {
+        return mask_[at(problem, problem.mask, r, j0 + key)] ? s : kMinusInfinity;
+      });
+    }
+  }
+
+  // Whether bias and mask show key j to some row.
+  __device__ __forceinline__ bool shown(const Problem& problem, int j) const {
+    bool some = false;
+#pragma unroll 1
+    for (int r = 0; r < rows_.rows && !some; ++r) {
+      some = (!mask_ || mask_[at(problem, problem.mask, r, j)]) &&
+             (!bias_ || bias_[at(problem, problem.bias, r, j)] != kMinusInfinity);
+    }
+    return some;
+  }
+
+ private:
+  template <class Change>
+  static __device__ __forceinline__ void each(acc (&S)[kFragments][kKeyTiles][4],
+                                              const Change& change) {
+#pragma unroll
+    for (int m = 0; m < kFragments; ++m) {
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+        for (int x = 0; x < 4; ++x) {
+          S[m][n][x] = change(lane_row(m, x / 2), lane_key(n) + x % 2, S[m][n][x]);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ int64 at(const Problem& problem, const TensorView& view, int r,
+                                      int j) const {
+    return min(r, rows_.rows - 1) * view.row +
+           min(j, static_cast<int>(problem.seqlen_k) - 1) * view.col;
+  }
+
+  const acc* bias_;
+  const uint8* mask_;
+  QueryRows rows_;
+  int diagonal_;  // key on the diagonal of row 0
+  acc slope_;
+};
+
+}  // namespace cupyflash
