@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``forward_sm90_float32``: which calls it serves, with what tiles and parts, its launch records."""
+"""``forward_sm90_float32``: the calls it serves, its tiles, parts and launch records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_HEADS = 2**32
 _FIELDS = (
     *(f"problem.{name}" for name in _params.PROBLEM_FIELDS),
     *("O", "lse", "first_head", "heads", "bunch", "splits", "slices"),
-    *("q_vectors", "k_vectors", "v_vectors", "o_vectors"),
+    *("q_vectors", "k_vectors", "v_vectors", "o_vectors", "bias_vectors", "mask_vectors"),
 )
 
 
@@ -49,7 +49,7 @@ class Tiles(_sm80.Tiles):
 # again while products read the other.
 _TABLE = {
     64: (128, 8, 64, 2, 1),
-    96: (128, 8, 64, 1, 1),
+    96: (128, 8, 64, 2, 1),
     128: (128, 8, 64, 1, 1),
 }
 _FEW_QUERIES = 64  # forward_sm80 has tiles of so many
@@ -71,8 +71,6 @@ def refusal(problem: AttentionProblem, device: Device) -> str | None:
         return f"needs compute capability 9.0, {device.name} has {major}.{minor}"
     if problem.dtype.name != "float32":
         return f"takes float32, q is {problem.dtype.name}"
-    if problem.tf32:
-        return "computes float32 in full; precision='tf32' is for 'forward_sm80'"
     if tiles_of(problem) is None:
         return f"takes head_dim up to {max(_TABLE)}, q has {problem.head_dim}"
     if max(problem.seqlen_q, problem.seqlen_k) >= _MAX_LENGTH:
@@ -82,9 +80,9 @@ def refusal(problem: AttentionProblem, device: Device) -> str | None:
     return None
 
 
-def few_queries(problem: AttentionProblem) -> bool:
-    """Whether smaller tiles than this kernel's are better."""
-    return problem.seqlen_q <= _FEW_QUERIES
+def has_better(problem: AttentionProblem) -> bool:
+    """Whether ``forward_sm80`` is faster: it has smaller tiles, and one product for TF32."""
+    return problem.seqlen_q <= _FEW_QUERIES or problem.tf32
 
 
 def parts(
@@ -96,8 +94,13 @@ def parts(
     if splits is None:
         works = problem.batch * problem.heads_q * Tr * slices
         splits = _sm80.fitting_splits(problem, tiles, device, works)
-    bunch = _sm80.bunch(problem, device, 1)
-    return Parts(pack=1, splits=splits, slices=slices, bunch=bunch, blocks_a_head=Tr * splits * slices)
+    return Parts(
+        pack=1,
+        splits=splits,
+        slices=slices,
+        bunch=_sm80.bunch(problem, device, 1),
+        blocks_a_head=Tr * splits * slices,
+    )
 
 
 def records(

@@ -88,18 +88,18 @@ def attention(
     precision : {None, "full", "tf32"}, default None
         "tf32" bounds the error of float32 products by that of TF32, operands of 11 bits, and lets
         ``forward_sm80`` use one such product for each: 4.4e-4 relative to float64 on normal
-        numbers, in half the time. Other kernels compute at full precision, and so does the host.
-        None is "full".
+        numbers, in half the time. Other kernels compute at full precision, and so does the host;
+        on Hopper ``forward_sm90_float32`` does, in nearly the same time. None is "full".
     num_splits : int, optional
-        Parts of the keys, up to 128, that thread blocks of "forward_sm80" or "forward_simt" work on
-        side by side and whose results are merged. By default the plan chooses by how many blocks
-        there are; 1 never divides, and makes what a batch entry gives independent of how many
-        others there are, bit for bit. No other kernel divides keys: more than 1 takes one of these
-        or is refused.
+        Parts of the keys, up to 128, that thread blocks of "forward_sm80", "forward_sm90_float32"
+        or "forward_simt" work on side by side and whose results are merged. By default the plan
+        chooses by how many blocks there are; 1 never divides, and makes what a batch entry gives
+        independent of how many others there are, bit for bit. No other kernel divides keys: more
+        than 1 takes one of these or is refused.
     kernel : str or Algorithm1, optional
-        "host" for numpy arrays; "forward_sm90", "forward_sm80", "forward_simt" or "fa1_forward",
-        or an :class:`Algorithm1` with settings of the last, for arrays on a GPU. By default the
-        plan chooses (:func:`plan` explains its choice).
+        "host" for numpy arrays; "forward_sm90", "forward_sm90_float32", "forward_sm80",
+        "forward_simt" or "fa1_forward", or an :class:`Algorithm1` with settings of the last, for
+        arrays on a GPU. By default the plan chooses (:func:`plan` explains its choice).
 
     Returns
     -------

@@ -7,8 +7,18 @@ import dataclasses
 import functools
 from typing import Any
 
-from cupyflash import _checks, _gpu, _problem, _simt, _sm80, _sm90, _sm90_float32
-from cupyflash import devices, io_model, tiling
+from cupyflash import (
+    _checks,
+    _gpu,
+    _problem,
+    _simt,
+    _sm80,
+    _sm90,
+    _sm90_float32,
+    devices,
+    io_model,
+    tiling,
+)
 from cupyflash._launch import MAX_GRID_X
 from cupyflash._problem import AttentionProblem
 from cupyflash.devices import Device
@@ -76,10 +86,11 @@ class Plan:
     tiling : Tiling or None
         M, B_r, B_c and the SRAM of ``fa1_forward``.
     tiles : Tiles or None
-        Tiles of ``forward_sm90``, ``forward_sm80`` or ``forward_simt``, which they are compiled
-        for: ``Br``, ``Bc``, ``head_dim``, ``head_dim_v`` and more.
+        Tiles of the kernels that are compiled for them, all but ``fa1_forward``: ``Br``, ``Bc``,
+        ``head_dim``, ``head_dim_v`` and more.
     parts : Parts or None
-        How ``forward_sm80`` or ``forward_simt`` divides the work: ``splits`` of the keys and more.
+        How ``forward_sm80``, ``forward_sm90_float32`` or ``forward_simt`` divides the work:
+        ``splits`` of the keys and more.
     chunks : int
         Thread blocks of ``fa1_forward`` that share a head.
     grid, block : tuple of 3 int
@@ -359,6 +370,8 @@ def _cached_plan(
             return _plan_sm90(problem, device)
         not_sm90 = refusal if device.compute_capability == _sm90.CAPABILITY else None
     chosen = _plan_others(function, problem, device, kernel, num_splits)
+    if chosen.kernel == _sm90_float32.KERNEL:
+        return chosen
     return dataclasses.replace(chosen, not_sm90=not_sm90)
 
 
@@ -375,7 +388,7 @@ def _plan_others(
     divided = num_splits is not None and num_splits > 1
     if name == _sm90_float32.KERNEL or kernel is None:
         refusal = _sm90_float32.refusal(problem, device)
-        if refusal is None and not (kernel is None and _sm90_float32.few_queries(problem)):
+        if refusal is None and not (kernel is None and _sm90_float32.has_better(problem)):
             return _plan_sm90_float32(problem, device, num_splits)
         if name == _sm90_float32.KERNEL:
             raise ValueError(
@@ -428,9 +441,7 @@ def _plan_sm80(problem: AttentionProblem, device: Device, num_splits: int | None
     return _divided_plan(_sm80.KERNEL, problem, device, tiles, parts)
 
 
-def _plan_sm90_float32(
-    problem: AttentionProblem, device: Device, num_splits: int | None
-) -> Plan:
+def _plan_sm90_float32(problem: AttentionProblem, device: Device, num_splits: int | None) -> Plan:
     tiles = _sm90_float32.tiles_of(problem)
     assert tiles is not None
     parts = _sm90_float32.parts(problem, tiles, device, num_splits)

@@ -1,27 +1,28 @@
 // SPDX-License-Identifier: MIT
 // forward_sm90_float32.cu: attention forward of float32 at its own accuracy on Hopper's wgmma.
-// Source     Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3), section 3.1, for warpgroups with
-//            roles; Algorithm 1 of Dao 2023, arXiv:2307.08691, for the running softmax; Henry, Tang
-//            and Heinecke 2019, arXiv:1904.06376, for float32 products from bfloat16.
+// Source     Henry, Tang and Heinecke 2019, arXiv:1904.06376, for float32 products from bfloat16;
+//            Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3), section 3.1, for warpgroups
+//            with roles; Algorithm 1 of Dao 2023, arXiv:2307.08691, for the running softmax.
 // Computes   O = softmax(softmax_scale * Q K^T + bias) V, row-wise, and lse in nats, with every
 //            option.
 // Shapes     Q, O (batch, heads_q, seqlen_q, d or dv); K, V (batch, heads_k, seqlen_k, d or dv), of
 //            float32, of any strides: contiguous rows that are 16-byte aligned are loaded by
 //            vectors, others by elements.
-// Tiles      Q_i Br x d, 64 rows for each consumer, O_i Br x dv, K_j Bc x d, V_j Bc x dv, each of Q,
-//            K and V as three tiles of bfloat16: see bf16_parts.cuh. d up to kHeadDim; dv beyond
+// Tiles      Q_i Br x d, 64 rows for each consumer, O_i Br x dv, K_j Bc x d, V_j Bc x dv; each of
+//            Q, K and V as three tiles of bfloat16: see bf16_parts.cuh. d up to kHeadDim; dv beyond
 //            kHeadDimV is cut into slices, each a work of its own.
 // Grid       one thread block a work: see divided_work.cuh.
 // Roles      warpgroups 0 and 1, the consumers: S = Q K^T, softmax, O += P V for 64 queries each. A
 //            warp owns 16 of them, and their rows of S, P and O never leave its registers.
 //            Warpgroup 2, the producer: loads tiles of K and V, splits them and stores the parts,
 //            swizzled as wgmma reads them. TMA could load them, but not split them.
-// SRAM       the parts of Q_i, and kStages times those of K_j and V_j; mbarriers: struct Shared.
-// Pipeline   a consumer makes S, waits, makes P, makes P V, waits, and adds that to O. Nothing of it
-//            overlaps, but six products take so long that the other consumer's fill the tensor
-//            cores meanwhile:
-//              consumer 1   [   Q K^T   ]softmax    [    P V    ]           [   Q K^T   ]softmax
-//              consumer 2   ............[   Q K^T   ]softmax    [    P V    ]           [   Q K^T
+// SRAM       the parts of Q_i, and kStages times those of K_j and V_j; what the block knows of its
+//            work, and mbarriers: struct Shared.
+// Pipeline   a consumer makes S, waits, makes P, makes P V, waits, and adds that to O. None of it
+//            overlaps, but six products take so long that those of the other consumer fill the
+//            tensor cores meanwhile:
+//              consumer 1   [   Q K^T   ]softmax.....[    P V    ]...........[   Q K^T   ]softmax
+//              consumer 2   ............[   Q K^T   ]softmax.....[    P V    ]...........[   Q K^T
 //            and the producer has the time of two products to fill a buffer again.
 // Barriers   K_full, V_full: every thread of the producer arrives when it has stored its columns
 //            (and made them visible to the asynchronous units: fence.proxy.async); consumers wait
@@ -29,13 +30,14 @@
 //            K_empty, V_empty: every consumer warp arrives when its products that read the tile
 //            are complete; the producer waits for it before it stores over the tile.
 //            Named barrier 1 + c: the parts of Q of consumer c are stored, by its own threads.
-// NaN, Inf   make all sums that they meet NaN, by way of their other parts. A tile of K or V, or the
-//            queries, that has any says so, and where a sum came out as NaN or Inf, it is made once
-//            more of first parts alone: Inf stays Inf, and a score of -inf a weight of 0.
-// Rounding   ex2.approx; first parts of O's sums and of S's: 2^-24 cut off by each of the products'
-//            Bc / 16 or d / 16 steps.
-// Limits     head dims up to 128 (O, one tile's sum and the parts of P fill the registers); positions
-//            are 32-bit numbers: sequences of less than 2^29; 2^32 heads of the whole batch.
+// NaN, Inf   make all sums that they meet NaN, by way of their other parts. A tile of K or V, or
+//            the queries, that has any says so, and where a sum came out as NaN or Inf, it is made
+//            once more, of first parts alone: Inf stays Inf, a score of -inf a weight of 0. V's
+//            rows that no query of the block sees are 0 where they have any.
+// Rounding   ex2.approx; of the sums of S and of each tile of P V, what d / 16 and Bc / 16 steps of
+//            the tensor cores cut off: 2^-24 each.
+// Limits     head_dim up to 128 (Q's parts fill the shared memory); positions are 32-bit numbers:
+//            sequences of less than 2^29; 2^32 heads of the whole batch.
 #include "common/bf16_parts.cuh"
 #include "common/config.cuh"
 #include "common/divided_work.cuh"
@@ -70,6 +72,8 @@ struct Sm90Float32Params {
   int64 k_vectors;
   int64 v_vectors;
   int64 o_vectors;
+  int64 bias_vectors;
+  int64 mask_vectors;
 };
 
 constexpr int kWarpgroup = 128;
@@ -107,7 +111,8 @@ struct WorkOfBlock {
         band(Band(params.problem, at.seqlen_k(params.problem))),
         rows(params.problem, 1, work.tile),
         keys(rows, band, work.split, static_cast<int>(params.splits)),
-        scores(params.problem, at, rows, rows.i0 + band.offset),
+        scores(params.problem, at, rows, rows.i0 + band.offset, params.bias_vectors,
+               params.mask_vectors),
         dv0(work.slice * kHeadDimV),
         dv(within(params.problem.head_dim_v - dv0, kHeadDimV)) {}
 };
@@ -189,9 +194,6 @@ __device__ __forceinline__ void load_keys(const Sm90Float32Params& params, Share
   const WorkOfBlock& block = shared.block;
   const Problem& problem = params.problem;
   const KeyBounds keys = block.keys;
-  const int thread = threadIdx.x % kWarpgroup;
-  const KParts K_parts(thread, static_cast<int>(problem.head_dim), problem.k.col, params.k_vectors);
-  const VParts V_parts(thread, block.dv, problem.v.col, params.v_vectors);
   const float* const K =
       static_cast<const float*>(problem.k.data) + block.at.offset(problem.k, block.at.head_k);
   const float* const V = static_cast<const float*>(problem.v.data) +
@@ -201,6 +203,9 @@ __device__ __forceinline__ void load_keys(const Sm90Float32Params& params, Share
     const Turn<kStages> turn(j - keys.begin);
     const int j0 = j * kBc;
     const int begin = keys.keys_begin - j0, end = keys.keys_end - j0;
+    const int thread = pin(threadIdx.x) % kWarpgroup;  // what follows from it is found out anew
+    const KParts K_parts(thread, static_cast<int>(problem.head_dim), problem.k.col,
+                         params.k_vectors);
     if (K_parts.load(
             shared.K[turn.stage], begin, end, 1.0f,
             [&](int r) { return K + (j0 + r) * problem.k.row; },
@@ -210,6 +215,7 @@ __device__ __forceinline__ void load_keys(const Sm90Float32Params& params, Share
     }
     fence_proxy_async_shared();
     mbarrier_arrive(shared.K_full[turn.stage]);
+    const VParts V_parts(thread, block.dv, problem.v.col, params.v_vectors);
     // A weight of 0 takes no NaN away: what no row sees may not get there.
     if (V_parts.load(
             shared.V[turn.stage], begin, end, 1.0f,
@@ -291,7 +297,7 @@ __device__ __forceinline__ void attend(const Sm90Float32Params& params, Shared& 
       continue;
     }
     float S[1][kBc / 8][4];
-    float(&S_sum)[kScores] = reinterpret_cast<float(&)[kScores]>(S);
+    float (&S_sum)[kScores] = reinterpret_cast<float (&)[kScores]>(S);
     // Made anew for each tile: there are no registers to keep it in.
     const unsigned long long Q =
         advanced(QTile::by_columns(shared.Q[0]), pin(c) * QParts::kBytes / 16);
@@ -323,9 +329,9 @@ __device__ __forceinline__ void attend(const Sm90Float32Params& params, Shared& 
 #pragma unroll
     for (int column = 0; column < kHeadDimV; column += kColumns) {
       float PV[kSums];
-      const unsigned long long V =
-          advanced(VTile::by_rows(shared.V[0]),
-                   (turn.stage * VParts::kBytes + column / VTile::kSlabCols * VTile::kSlabBytes) / 16);
+      const unsigned long long V = advanced(
+          VTile::by_rows(shared.V[0]),
+          (turn.stage * VParts::kBytes + column / VTile::kSlabCols * VTile::kSlabBytes) / 16);
       wgmma_fence();
       start_outputs<kPairs>(PV, P, V);
       wgmma_wait<0>();
@@ -371,8 +377,7 @@ __device__ __forceinline__ void attend(const Sm90Float32Params& params, Shared& 
         static_cast<float*>(problem.lse.data)[lse_at] = row_lse;
       }
     } else {
-      const int64 heads =
-          problem.batch[0] * problem.batch[1] * problem.batch[2] * problem.heads_q;
+      const int64 heads = problem.batch[0] * problem.batch[1] * problem.batch[2] * problem.heads_q;
       const int64 row =
           (block.work.split * heads + block.work.head) * problem.seqlen_q + rows.i0 + r;
       store_row(O[0], h, factor, params.O + row * problem.head_dim_v + block.dv0, 1, block.dv,

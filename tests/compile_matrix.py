@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cupyflash import _compile, _dtypes, _simt, _sm80, _sm90, devices, tiling
+from cupyflash import _compile, _dtypes, _simt, _sm80, _sm90, _sm90_float32, devices, tiling
 
 Case = tuple[str, tuple[str, ...], str]
 CHECKED = Path(__file__).resolve().parent.parent / "build" / "compiled"
@@ -46,8 +46,8 @@ def label(options: tuple[str, ...]) -> str:
 
 def tiles(kernel: str, options: tuple[str, ...]) -> _sm80.Tiles | _sm90.Tiles | None:
     """The row of a tile table behind a specialisation; None where sizes are run-time numbers."""
-    tables = {_simt.KERNEL: _simt.Tiles, _sm80.KERNEL: _sm80.Tiles, _sm90.KERNEL: _sm90.Tiles}
-    table = tables.get(kernel)
+    modules = (_simt, _sm80, _sm90, _sm90_float32)
+    table = {module.KERNEL: module.Tiles for module in modules}.get(kernel)
     if table is None:
         return None
     macros = dict(option.removeprefix("-DCUPYFLASH_").split("=") for option in options)

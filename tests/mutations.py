@@ -46,6 +46,7 @@ class Mutation:
 
 
 FA1, SIMT, SM80, SM90 = "fa1_forward", "forward_simt", "forward_sm80", "forward_sm90"
+FLOAT32 = "forward_sm90_float32"
 _BARRIER = "        __syncthreads();"
 # In the loop over the tiles of one work.
 _WAIT_FOR_O = "      wgmma_wait<0>();\n      wgmma_use(O);\n"
@@ -148,6 +149,32 @@ MUTATIONS = (
              "        release(shared_.V_empty[Turn<kStages>(tiles).stage]);\n", ""),
     Mutation(SM90, "a work is given back before all lanes have read it", "forward_sm90.cu",
              "    __syncwarp();  // every lane has read it\n", ""),
+    Mutation(FLOAT32, "wrong parity of V_empty", "forward_sm90_float32.cu",
+             "shared.V_empty[turn.stage], turn.parity ^ 1",
+             "shared.V_empty[turn.stage], turn.parity"),
+    Mutation(FLOAT32, "K_full is not waited for", "forward_sm90_float32.cu",
+             "    mbarrier_wait(shared.K_full[turn.stage], turn.parity);\n", ""),
+    Mutation(FLOAT32, "K_full expects one arrival too few", "forward_sm90_float32.cu",
+             "mbarrier_init(shared.K_full[stage], kWarpgroup);",
+             "mbarrier_init(shared.K_full[stage], kWarpgroup - 1);"),
+    Mutation(FLOAT32, "no barrier behind the parts of Q", "forward_sm90_float32.cu",
+             "    named_barrier_sync(1 + c, kWarpgroup);\n", ""),
+    Mutation(FLOAT32, "V_empty arrives before the product is complete", "forward_sm90_float32.cu",
+             "      wgmma_wait<0>();\n      wgmma_use(PV);\n",
+             "      release(shared.V_empty[turn.stage]);\n", 0),
+    # Parts of float32 numbers.
+    Mutation(FLOAT32, "the third parts are left out", "common/bf16_parts.cuh",
+             "return pair == 0 ? 2 : pair == 1 ||", "return pair == 1 ||"),
+    Mutation(FLOAT32, "parts are of the wrong half of a pair", "common/bf16_parts.cuh",
+             "0x7632", "0x3276"),
+    Mutation(FLOAT32, "sums with Inf are not made once more", "forward_sm90_float32.cu",
+             "shared.V_special[turn.stage] == 1 + j", "false"),
+    Mutation(FLOAT32, "scores with Inf are not made once more", "forward_sm90_float32.cu",
+             "if (shared.K_special[turn.stage] == 1 + j || shared.Q_special[c])", "if (false)"),
+    Mutation(FLOAT32, "NaN in what no row sees is kept", "forward_sm90_float32.cu",
+             "return !kGeneral || block.scores.shown(problem, j0 + r);", "return true;"),
+    Mutation(FLOAT32, "a consumer passes by a tile too many", "forward_sm90_float32.cu",
+             "if (j0 >= seen_end ||", "if (j0 + kBc > seen_end ||"),
     # Layouts.
     Mutation(SM80, "a chunk is added where the swizzle exchanges it", "common/products_half.cuh",
              "((tile + offset) ^ (column % 128))", "((tile + offset) + (column % 128))"),
@@ -166,13 +193,23 @@ MUTATIONS = (
              "if (vectors && column + 8 <= cols) {", "if (vectors) {"),
     Mutation(SM90, "rows past the last query are stored", "forward_sm90.cu",
              "return row() + 8 * r < work.rows ?", "return row() + 8 * r < kBr ?"),
+    Mutation(FLOAT32, "vectors are loaded past the last column", "common/bf16_parts.cuh",
+             "vectors_ && left_ >= kUnit &&", "vectors_ &&"),
+    Mutation(FLOAT32, "rows past the last query are stored", "forward_sm90_float32.cu",
+             "    if (r >= rows.rows) continue;\n", ""),
     Mutation(FA1, "the last queries' tile is taken as whole", "fa1_forward.cu",
              "problem.seqlen_q - i0 < Br ? problem.seqlen_q - i0 : Br", "Br"),
     # What the CPU can't show: a fence between the generic and the asynchronous proxy.
     Mutation(SM90, "no fence before cleared rows of V are multiplied", "common/sm90_producer.cuh",
              "        fence_proxy_async_shared();\n", ""),
+    Mutation(FLOAT32, "no fence before parts of V are multiplied", "forward_sm90_float32.cu",
+             "    fence_proxy_async_shared();\n    mbarrier_arrive(shared.V_full",
+             "    mbarrier_arrive(shared.V_full"),
 )  # fmt: skip
-UNSEEN = ("no fence before cleared rows of V are multiplied",)
+UNSEEN = (
+    "no fence before cleared rows of V are multiplied",
+    "no fence before parts of V are multiplied",
+)
 
 
 def seen_by(mutation: Mutation, arguments: list[str]) -> tuple[str | None, str]:

@@ -36,6 +36,7 @@ _DRAWS = {
         ),
         "magnitudes": ("unit", "tiny", "large", "shifted"),
     },
+    "forward_sm90_float32": {"dtypes": ("float32",), "head_dims": (1, 7, 33, 64, 72, 96, 128)},
 }
 _WRITTEN = {"problem.o.data", "problem.lse.data", "O", "lse", "l", "m", "counter"}
 
@@ -153,6 +154,8 @@ class Path:
             capability = devices.current_device(device).compute_capability
         if self.kernel == "forward_sm80":
             return capability < (8, 0) or q.shape[-1] > 256
+        if self.kernel == "forward_sm90_float32":
+            return capability != (9, 0) or q.dtype != np.float32 or q.shape[-1] > 128
         given = {name for name, value in options.items() if value is not None}
         scales = [options[name] for name in given & {"softmax_scale", "softcap"}]
         if "softcap" in given:

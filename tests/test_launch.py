@@ -14,7 +14,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from paths import every_kernel, launches, normal, qkv, run_on_host_cuda
 
-from cupyflash import _arrays, _compile, _launch, _params, _simt, _sm80, _sm90, _tensormap, plan
+from cupyflash import (
+    _arrays,
+    _compile,
+    _launch,
+    _params,
+    _simt,
+    _sm80,
+    _sm90,
+    _sm90_float32,
+    _tensormap,
+    plan,
+)
 from cupyflash._launch import MAX_GRID_X, merge_axes
 from cupyflash.testing import Problem, assert_attention_close
 
@@ -237,6 +248,7 @@ STRUCTS = {
     "fa1_forward": ("Fa1Params", _params.FA1_FIELDS, 0),
     "forward_sm80": ("Sm80Params", _sm80._FIELDS, 0),
     "forward_simt": ("SimtParams", _simt._FIELDS, 0),
+    "forward_sm90_float32": ("Sm90Float32Params", _sm90_float32._FIELDS, 0),
     "combine": ("CombineParams", _sm80._COMBINE_FIELDS, 0),
     "forward_sm90": (
         "Sm90Params",
@@ -259,7 +271,8 @@ extern "C" __global__ void {kernel}(const __grid_constant__ Probe probe) {{
 def a_record(kernel) -> _launch.LaunchRecord:
     """One of a call that has all of the kernel's pointers: parts of the keys, many works."""
     heads = 200 if kernel == "forward_sm90" else 1
-    q, k, v = qkv(0, heads, 70, 64, seqlen_k=5000, heads_k=1, dtype=np.float16)
+    dtype = np.float32 if kernel.endswith("float32") else np.float16
+    q, k, v = qkv(0, heads, 70, 64, seqlen_k=5000, heads_k=1, dtype=dtype)
     name = "forward_sm80" if kernel == "combine" else kernel
     options = {"mask": np.ones((70, 5008), bool)[:, :5000]} if kernel == "forward_sm90" else {}
     *_, records = launches(q, k, v, kernel=name, causal=True, seqlens_k=4000, **options)

@@ -15,17 +15,17 @@ from cupyflash.testing import attention_problems
 
 @pytest.fixture
 def tired(monkeypatch):
-    """forward_sm90 and forward_sm80 decline everything."""
-    for module in ("_sm90", "_sm80"):
+    """The kernels that have limits decline everything."""
+    for module in ("_sm90", "_sm90_float32", "_sm80"):
         monkeypatch.setattr(f"cupyflash.{module}.refusal", lambda *args: "is tired")
     _cached_plan.cache_clear()
     yield
     _cached_plan.cache_clear()
 
 
-@pytest.mark.parametrize("kernel", ["forward_sm90", "forward_sm80"])
+@pytest.mark.parametrize("kernel", ["forward_sm90", "forward_sm90_float32", "forward_sm80"])
 def test_a_refusal_without_a_reason_is_a_failure(tired, kernel):
-    q, k, v = qkv(0, 2, 9, 64, dtype=np.float16)
+    q, k, v = qkv(0, 2, 9, 64, dtype=np.float32 if kernel.endswith("float32") else np.float16)
     with pytest.raises(ValueError, match=f"kernel '{kernel}' is tired"):
         Path("hostcuda", kernel)(q, k, v, causal=True)
 
@@ -34,6 +34,8 @@ def test_a_refusal_without_a_reason_is_a_failure(tired, kernel):
     ("kernel", "change"),
     [
         ("forward_sm80", {"head_dim": 257}),
+        ("forward_sm90_float32", {"head_dim": 129, "dtype": np.float32}),
+        ("forward_sm90_float32", {"dtype": np.float64}),
         ("forward_sm90", {"head_dim": 264}),
         ("forward_sm90", {"head_dim": 60}),
         ("forward_sm90", {"dtype": np.float32}),
@@ -72,6 +74,7 @@ def test_limits_are_declined_and_nothing_else(kernel, problem):
 def test_what_every_way_takes_is_what_a_plan_can_choose():
     """But for Algorithm 1, which runs by name: it is no device's only answer."""
     assert {*KERNELS} - {"fa1_forward"} == {
-        plan(seqlen_q=4096, head_dim=64, heads_q=16, device=device).kernel
+        plan(seqlen_q=4096, head_dim=64, heads_q=16, dtype=dtype, device=device).kernel
         for device in ("T4", "A100", "H200")
+        for dtype in ("float16", "float32")
     }

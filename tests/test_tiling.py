@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from paths import launches, qkv
 
 from cupyflash import Algorithm1, _problem, _sm80, devices, plan, tiling
+from cupyflash.plan import KERNELS
 from cupyflash.testing import DTYPES
 from cupyflash.tiling import algorithm1_tiling, block_sizes, ceil_div, sram_terms
 
@@ -220,7 +221,7 @@ def test_the_table_lists_what_plans_ask_for():
             "float",
         ],
         [None, "tf32"],
-        [None, "fa1_forward", "forward_simt", "forward_sm80", "forward_sm90"],
+        [None, *(kernel for kernel in KERNELS if kernel != "host")],
     )
     asked = defaultdict(set)
     for device, dtype, (d, dv), (seqlen_q, seqlen_k), words, precision, kernel in sizes:
@@ -245,7 +246,7 @@ def test_the_table_lists_what_plans_ask_for():
                 **options,
             )
         except ValueError:
-            assert kernel in ("forward_sm80", "forward_sm90")
+            assert kernel in ("forward_sm80", "forward_sm90", "forward_sm90_float32")
             continue
         builds = [(made.kernel, made.options)]
         if made.parts is not None and made.parts.splits > 1:
@@ -255,19 +256,20 @@ def test_the_table_lists_what_plans_ask_for():
     assert asked == table
 
 
-@pytest.mark.parametrize("kernel", ["fa1_forward", "forward_simt", "forward_sm80", "forward_sm90"])
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel != "host"])
 @pytest.mark.parametrize("seqlen_q", [1, 200])
 def test_launches_are_of_what_the_plan_asked_for(kernel, seqlen_q):
     table = {(name, options) for name, options, _ in tiling.specialisations()}
-    q, k, v = qkv(0, 2, seqlen_q, 64, seqlen_k=3000, dtype=np.float16)
+    dtype = "float32" if kernel.endswith("float32") else "float16"
+    q, k, v = qkv(0, 2, seqlen_q, 64, seqlen_k=3000, dtype=dtype)
     *_, records = launches(q, k, v, kernel=kernel)
     asked = plan(
         **{"seqlen_q": seqlen_q, "seqlen_k": 3000, "head_dim": 64, "heads_q": 2},
-        **{"device": "H200", "kernel": kernel},
+        **{"device": "H200", "kernel": kernel, "dtype": dtype},
     )
     first = records[0]
     assert (first.kernel, first.options, first.grid) == (kernel, asked.options, asked.grid)
     assert (first.block, first.smem_bytes) == (asked.block, asked.smem_bytes)
     assert {(r.kernel, r.options) for r in records} <= table
-    divided = kernel in ("forward_simt", "forward_sm80")
+    divided = kernel in ("forward_simt", "forward_sm80", "forward_sm90_float32")
     assert [r.kernel for r in records[1:]] == ["combine"] * divided

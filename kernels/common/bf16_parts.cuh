@@ -31,8 +31,8 @@ __device__ constexpr int right_part(int pair) {
   return pair == 2 ? 2 : pair == 1 || pair == 4 ? 1 : 0;
 }
 
-// The parts of x in the lower halves, of y in the upper ones. Of NaN and Inf the first part is that,
-// and some other is NaN: what products of these others make of a sum is seen by it being NaN.
+// The parts of x in the lower halves, of y in the upper ones. Of NaN and Inf the first part is
+// that, and the others are NaN, which every sum that they get into shows.
 __device__ __forceinline__ void split(float x, float y, unsigned (&parts)[kParts]) {
 #pragma unroll
   for (int p = 0; p < kParts; ++p) {
@@ -83,29 +83,37 @@ class PartTiles {
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
           const int r = r0 + b * kPassRows;
-          load_elements(x[b], row_at(r) + column_ * col_stride_,
-                        r >= begin && r < end ? left_ : 0);
+          load_elements(x[b], row_at(r) + column_ * col_stride_, r >= begin && r < end ? left_ : 0);
         }
       }
-      if (pass == 0) free();
+      unsigned strange = 0;  // which have NaN or Inf
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        const int r = r0 + b * kPassRows;
         float check = 0.0f;
 #pragma unroll
         for (int u = 0; u < kUnit; ++u) check = fmaf(x[b][u], 0.0f, check);
-        if (check != 0.0f) {  // NaN
-          const bool kept = keep(r);
-          special |= kept;
+        strange |= (check != 0.0f) << b;
+      }
+      if (strange) {
+        unsigned kept = 0;
+#pragma unroll 1
+        for (int b = 0; b < kBatch; ++b) {
+          if (strange >> b & 1) kept |= keep(r0 + b * kPassRows) << b;
+        }
+        special |= kept != 0;
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
 #pragma unroll
           for (int u = 0; u < kUnit; ++u) {
             // A NaN whose upper half alone would be Inf.
             if (x[b][u] != x[b][u]) x[b][u] = __uint_as_float(0x7fffffffu);
-            if (!kept) x[b][u] = 0.0f;
+            if (strange >> b & ~kept >> b & 1) x[b][u] = 0.0f;
           }
         }
-        store(tiles, r, x[b], sign);
       }
+      if (pass == 0) free();
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) store(tiles, r0 + b * kPassRows, x[b], sign);
     }
     return special;
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// divided_work.cuh: the works of a launch whose thread blocks have one each: which part of the keys,
-// which columns of V, which head and which queries.
+// divided_work.cuh: what each thread block of a launch works on: which part of the keys, which
+// columns of V, which head and which queries.
 #pragma once
 
 #include "common/config.cuh"

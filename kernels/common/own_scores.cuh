@@ -9,11 +9,15 @@ namespace cupyflash {
 
 class OwnScores {
  public:
-  // rows: of the work, whose head is `at`.
+  // rows: of the work, whose head is `at`. pairs: entries of an array lie side by side, every
+  // second one at a multiple of their size.
   __device__ __forceinline__ OwnScores(const Problem& problem, const HeadIndex& at,
-                                       const QueryRows& rows, int diagonal)
+                                       const QueryRows& rows, int diagonal, bool bias_pairs,
+                                       bool mask_pairs)
       : bias_(static_cast<const acc*>(problem.bias.data)),
         mask_(static_cast<const uint8*>(problem.mask.data)),
+        bias_pairs_(bias_pairs),
+        mask_pairs_(mask_pairs),
         rows_(rows),
         diagonal_(diagonal),
         slope_(0) {
@@ -41,7 +45,7 @@ class OwnScores {
     }
     if (bias_) {
       acc bias[kFragments][kKeyTiles][4];
-      each(bias, [&](int r, int key, acc) { return bias_[at(problem, problem.bias, r, j0 + key)]; });
+      gather(bias, bias_, problem, problem.bias, bias_pairs_, j0);
 #pragma unroll
       for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
@@ -56,9 +60,16 @@ class OwnScores {
       }
     }
     if (mask_) {
-      each(S, [&](int r, int key, acc s) {
-        return mask_[at(problem, problem.mask, r, j0 + key)] ? s : kMinusInfinity;
-      });
+      uint8 mask[kFragments][kKeyTiles][4];
+      gather(mask, mask_, problem, problem.mask, mask_pairs_, j0);
+#pragma unroll
+      for (int m = 0; m < kFragments; ++m) {
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+          for (int x = 0; x < 4; ++x) S[m][n][x] = mask[m][n][x] ? S[m][n][x] : kMinusInfinity;
+        }
+      }
     }
   }
 
@@ -67,8 +78,8 @@ class OwnScores {
     bool some = false;
 #pragma unroll 1
     for (int r = 0; r < rows_.rows && !some; ++r) {
-      some = (!mask_ || mask_[at(problem, problem.mask, r, j)]) &&
-             (!bias_ || bias_[at(problem, problem.bias, r, j)] != kMinusInfinity);
+      some = (!mask_ || mask_[r * problem.mask.row + j * problem.mask.col]) &&
+             (!bias_ || bias_[r * problem.bias.row + j * problem.bias.col] != kMinusInfinity);
     }
     return some;
   }
@@ -88,14 +99,43 @@ class OwnScores {
       }
     }
   }
-  __device__ __forceinline__ int64 at(const Problem& problem, const TensorView& view, int r,
-                                      int j) const {
-    return min(r, rows_.rows - 1) * view.row +
-           min(j, static_cast<int>(problem.seqlen_k) - 1) * view.col;
+  // Entries of the thread's rows and keys; where those end, the last one again.
+  template <class T>
+  __device__ __forceinline__ void gather(T (&entries)[kFragments][kKeyTiles][4], const T* array,
+                                         const Problem& problem, const TensorView& view, bool pairs,
+                                         int j0) const {
+    const int last = static_cast<int>(problem.seqlen_k) - 1 - j0;
+    const bool whole = pairs && last >= kBc - 1;
+#pragma unroll
+    for (int m = 0; m < kFragments; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const T* const row = array + row_of(lane_row(m, h)) * view.row + j0 * view.col;
+        if (whole) {
+#pragma unroll
+          for (int n = 0; n < kKeyTiles; ++n) {
+            const Pair<T> pair = *reinterpret_cast<const Pair<T>*>(row + lane_key(n));
+            entries[m][n][2 * h] = pair.x[0];
+            entries[m][n][2 * h + 1] = pair.x[1];
+          }
+        } else {
+#pragma unroll
+          for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              entries[m][n][2 * h + e] = row[min(lane_key(n) + e, last) * view.col];
+            }
+          }
+        }
+      }
+    }
   }
+  __device__ __forceinline__ int64 row_of(int r) const { return min(r, rows_.rows - 1); }
 
   const acc* bias_;
   const uint8* mask_;
+  bool bias_pairs_;
+  bool mask_pairs_;
   QueryRows rows_;
   int diagonal_;  // key on the diagonal of row 0
   acc slope_;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// tile_config.cuh: the tile of a specialisation whose warps own rows of it, from config.cuh's constants.
+// tile_config.cuh: the tile of forward_sm80 and forward_sm90_float32, whose warps own rows of it,
+// from config.cuh's constants.
 #pragma once
 
 #include "common/config.cuh"
