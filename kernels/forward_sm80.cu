@@ -17,9 +17,11 @@
 //            load over what a slow one reads, and read what another has not loaded yet.
 // SRAM       Q_i and kStages times K_j and V_j; bias and mask of a tile, where they are there; what
 //            the block's threads look up, and which keys of a tile are seen (ScoreChanges::Shared).
-// Products   products_half.cuh (16-bit: ldmatrix, m16n8k16) and products_wide.cuh (float32 as three
-//            TF32 products, float64): their operands come differently, the rest is one text.
-// Rounding   ex2.approx and, for softcap of 16-bit elements, tanh.approx.
+// Products   products_half.cuh (16-bit: ldmatrix, m16n8k16), products_wide.cuh (float32 as three
+//            TF32 products) and products_double.cuh (float64, with a softmax of its own): their
+//            operands come differently, the rest is one text.
+// Rounding   ex2.approx and, for softcap of 16-bit elements, tanh.approx. Of float64, Q is scaled
+//            where it lies, and exponentials err by 1.4e-16.
 // Limits     d <= 256; sequences of less than 2^29, so that positions are 32-bit numbers; 2^32
 //            heads of the whole batch.
 #include "common/config.cuh"
@@ -33,6 +35,8 @@
 #include "ptx/pin.cuh"
 #if CUPYFLASH_HEADER == CUPYFLASH_HEADER_float16 || CUPYFLASH_HEADER == CUPYFLASH_HEADER_bfloat16
 #include "common/products_half.cuh"
+#elif CUPYFLASH_HEADER == CUPYFLASH_HEADER_float64
+#include "common/products_double.cuh"
 #else
 #include "common/products_wide.cuh"
 #endif
@@ -125,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
   const auto scale = [&] {
     return static_cast<acc>(in_nats() ? 1.0 : fabs(problem.softmax_scale));
   };
-  TileSoftmax softmax(scale());
+  RowSoftmax softmax(scale());
   acc O[kFragments][Products::kColumnTiles][4] = {};
   // Warps past the last row have nothing to compute.
   const auto works_on = [](const QueryRows& rows) {
@@ -178,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
         products.scores(S, K_smem[stage]);
         seen = changes.apply(S, j * kBc, stage);
       } else {
-        products.take_q(!changes.in_nats() && problem.softmax_scale < 0);
+        products.take_q(!changes.in_nats() && problem.softmax_scale < 0, softmax.slope());
       }
       if (next < shared.keys.end) changes.load_bias(next);
       cp_async_commit();
@@ -219,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
       __syncthreads();  // tile j is there, and tile j - 1 is no longer read
       load_keys(j + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
       if (busy) {
-        if (j == keys.begin) products.take_q(problem.softmax_scale < 0);
+        if (j == keys.begin) products.take_q(problem.softmax_scale < 0, softmax.slope());
         const int j0 = j * kBc;
         acc S[kFragments][kKeyTiles][4];
         products.scores(S, K_smem[stage]);
@@ -252,24 +256,30 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
   for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int r = lane_row(m, h);
-      const bool valid = r < out_rows.rows;
-      const int i = out_rows.query(r);
-      const int head = out_rows.head(r);
       acc factor, row_lse;
       softmax.finish(scale(), m, h, factor, row_lse);
-      const bool writes_lse = valid && threadIdx.x % 4 == 0 && out_work.slice == 0;
-      if (params.splits == 1) {
-        element* const to = o + i * problem.o.row + head * problem.o.head;
-        store_row(O[m], h, factor, valid, to, problem.o.col, out_dv, params.o_vectors);
-        if (writes_lse && problem.lse.data) {
-          lse[i * problem.lse.row + head * problem.lse.head] = row_lse;
+#pragma unroll
+      for (int e = 0; e < kStoredRows; ++e) {
+        const int r = stored_row(m, h, e);
+        const bool valid = r < out_rows.rows;
+        const int i = out_rows.query(r);
+        const int head = out_rows.head(r);
+        const acc row_factor = of_stored_row(factor, e);
+        const acc lse_of_row = of_stored_row(row_lse, e);
+        const bool writes_lse = valid && stores_first_column() && out_work.slice == 0;
+        if (params.splits == 1) {
+          element* const to = o + i * problem.o.row + head * problem.o.head;
+          store_row(O[m], kStoredRows * h + e, row_factor, valid, to, problem.o.col, out_dv,
+                    params.o_vectors);
+          if (writes_lse && problem.lse.data) {
+            lse[i * problem.lse.row + head * problem.lse.head] = lse_of_row;
+          }
+        } else {
+          const int64 row = first_row + head * problem.seqlen_q + i;
+          acc* const to = params.O + row * problem.head_dim_v + out_dv0;
+          store_partial_row(O[m], kStoredRows * h + e, row_factor, valid, to, out_dv);
+          if (writes_lse) params.lse[row] = lse_of_row;
         }
-      } else {
-        const int64 row = first_row + head * problem.seqlen_q + i;
-        acc* const to = params.O + row * problem.head_dim_v + out_dv0;
-        store_partial_row(O[m], h, factor, valid, to, out_dv);
-        if (writes_lse) params.lse[row] = row_lse;
       }
     }
   }

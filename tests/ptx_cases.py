@@ -126,6 +126,7 @@ _MMA = {
     "tf32": (16, 8, np.dtype(np.float32)),
     "f64_m8n8k4": (8, 4, np.dtype(np.float64)),
     "f64_m16n8k8": (16, 8, np.dtype(np.float64)),
+    "f64_m16n8k16": (16, 16, np.dtype(np.float64)),
 }
 # What two results of one product on the tensor cores may differ by, of |c| + sum |a| |b|. The cores
 # align all terms to the largest one and cut them off. Where one term outweighs the others, the sum
@@ -186,7 +187,7 @@ def mma(name: str, kind: str) -> Callable[[np.random.Generator], Case]:
         else:
             output = _cut_off(label, D, expected, magnitude, kind)
         arguments = (*words, C, D, list(_MMA).index(name))
-        needs = (9, 0) if name == "f64_m16n8k8" else (8, 0)
+        needs = (9, 0) if name.startswith("f64_m16") else (8, 0)
         return Case("mma", arguments, (output,), block=32, grid=(blocks, 1), capability=needs)
 
     return make

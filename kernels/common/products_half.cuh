@@ -6,6 +6,7 @@
 #pragma once
 
 #include "common/tile.cuh"
+#include "common/tile_scores.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 
@@ -55,7 +56,7 @@ class Products {
         V_lane_(threadIdx.x % 16, threadIdx.x / 16 % 2) {}
 
   // After Q's tile has landed. negate: turns the sign of this warp's rows.
-  __device__ __forceinline__ void take_q(bool negate) {
+  __device__ __forceinline__ void take_q(bool negate, acc) {
     if (negate) negate_rows<QTile>(Q_smem_);
     if constexpr (kQInRegisters) {
 #pragma unroll
@@ -176,6 +177,13 @@ __device__ __forceinline__ void exchange_columns(unsigned (&w)[4]) {
     }
   }
 }
+
+using RowSoftmax = TileSoftmax;
+// Rows of half h of a fragment that a lane holds columns of O of: the one that it has scores of.
+constexpr int kStoredRows = 1;
+__device__ __forceinline__ int stored_row(int m, int h, int) { return lane_row(m, h); }
+__device__ __forceinline__ acc of_stored_row(acc x, int) { return x; }
+__device__ __forceinline__ bool stores_first_column() { return threadIdx.x % 4 == 0; }
 
 // Row h of O's fragment m, times factor, to where `to` points: the `cols` first columns.
 // vectors: they are contiguous and 16-byte aligned.

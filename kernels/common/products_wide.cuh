@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// products_wide.cuh: Q K^T and P V of float32 and float64 elements at their own accuracy: m16n8k8,
-// operands through 16-byte reads.
+// products_wide.cuh: Q K^T and P V of float32 elements at their own accuracy: m16n8k8, operands
+// through 16-byte reads.
 //
 // The order in which a product's k is summed is free, and so is the order of O's columns. Both are
 // chosen so that every read is 16 bytes of one row: lane (g = lane / 4, t = lane % 4) reads chunk
@@ -18,17 +18,14 @@
 #pragma once
 
 #include "common/tile.cuh"
+#include "common/tile_scores.cuh"
 #include "common/online_softmax.cuh"
 #include "ptx/mma.cuh"
 
 namespace cupyflash {
 
 // A sum of products in accumulators of the tensor cores.
-template <class T>
-struct ProductSum;
-
-template <>
-struct ProductSum<float> {
+struct ProductSum {
   float main[4];
   float correction[4];
 
@@ -44,23 +41,9 @@ struct ProductSum<float> {
   }
 };
 
-template <>
-struct ProductSum<double> {
-  double main[4];
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) main[e] = 0.0;
-  }
-  __device__ __forceinline__ double value(int e) const { return main[e]; }
-};
-
 // n numbers of an operand as products take them.
-template <class T, int n>
-struct Operand;
-
 template <int n>
-struct Operand<float, n> {
+struct Operand {
   unsigned high[n];
   unsigned low[n];
 
@@ -85,37 +68,13 @@ struct Operand<float, n> {
   }
 };
 
-template <int n>
-struct Operand<double, n> {
-  double x[n];
-
-  __device__ __forceinline__ void set(int i, double value) { x[i] = value; }
-};
-
-__device__ __forceinline__ void multiply(ProductSum<float>& sum, const Operand<float, 4>& a,
-                                         const Operand<float, 2>& b) {
+__device__ __forceinline__ void multiply(ProductSum& sum, const Operand<4>& a,
+                                         const Operand<2>& b) {
   if constexpr (!kTf32) {
     mma_m16n8k8_tf32(sum.correction, a.low, b.high);
     mma_m16n8k8_tf32(sum.correction, a.high, b.low);
   }
   mma_m16n8k8_tf32(sum.main, a.high, b.high);
-}
-
-__device__ __forceinline__ void multiply(double (&sum)[4], const Operand<double, 4>& a,
-                                         const Operand<double, 2>& b) {
-#if __CUDA_ARCH__ >= 900
-  mma_m16n8k8_f64(sum, a.x, b.x);
-#else
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    mma_m8n8k4_f64(sum[0], sum[1], a.x[2 * k], b.x[k]);
-    mma_m8n8k4_f64(sum[2], sum[3], a.x[2 * k + 1], b.x[k]);
-  }
-#endif
-}
-__device__ __forceinline__ void multiply(ProductSum<double>& sum, const Operand<double, 4>& a,
-                                         const Operand<double, 2>& b) {
-  multiply(sum.main, a, b);
 }
 
 // The largest divisor of n that is at most `most`.
@@ -135,25 +94,23 @@ class Products {
   static constexpr int kColumnTiles = kHeadDimV / 8;
   // Column fragments of S, and of O, that are summed at a time: as many as there are registers for.
   static constexpr bool kSpare = kFragments * kHeadDimV <= 128;
-  // Sums of float64 products are rounded as they should be, and run on in O itself.
-  static constexpr bool kInPlace = sizeof(acc) == 8;
   // For sm_80 two row fragments take more registers than for later GPUs, and would spill.
 #if __CUDA_ARCH__ >= 900
   static constexpr bool kTight = false;
 #else
   static constexpr bool kTight = kFragments == 2;
 #endif
-  static constexpr int kMostKeys = kInPlace ? 3 : kSpare && !kTight ? 4 : 2;
+  static constexpr int kMostKeys = kSpare && !kTight ? 4 : 2;
   static constexpr int kGroupKeys = largest_divisor(kKeyTiles, kMostKeys);
   static constexpr int kGroupTiles = kSpare && kFragments == 2 ? kVec : 2;
-  static constexpr int kUnrolledSteps = kInPlace || (kFragments == 2 && !kTight) ? 4 : 2;
+  static constexpr int kUnrolledSteps = kFragments == 2 && !kTight ? 4 : 2;
   static_assert(kHeadDim % kStepColumns == 0 && kHeadDimV % kGroupColumns == 0, "of whole reads");
 
   __device__ explicit Products(unsigned char* Q_smem)
       : Q_smem_(Q_smem), g_(threadIdx.x % kWarpSize / 4), t_(threadIdx.x % 4) {}
 
   // After Q's tile has landed. negate: turns the sign of this warp's rows.
-  __device__ __forceinline__ void take_q(bool negate) {
+  __device__ __forceinline__ void take_q(bool negate, acc) {
     if (negate) negate_rows<QTile>(Q_smem_);
   }
 
@@ -163,7 +120,7 @@ class Products {
     const int row = threadIdx.x / kWarpSize * kWarpRows;
 #pragma unroll
     for (int n0 = 0; n0 < kKeyTiles; n0 += kGroupKeys) {
-      ProductSum<acc> sum[kFragments][kGroupKeys];
+      ProductSum sum[kFragments][kGroupKeys];
 #pragma unroll
       for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
@@ -171,7 +128,7 @@ class Products {
       }
 #pragma unroll kUnrolledSteps
       for (int k = 0; k < kHeadDim / kStepColumns; ++k) {
-        Operand<acc, 4> a[kVec / 2][kFragments];
+        Operand<4> a[kVec / 2][kFragments];
 #pragma unroll
         for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
@@ -184,7 +141,7 @@ class Products {
 #pragma unroll
         for (int n = 0; n < kGroupKeys; ++n) {
           const Vec16<acc> key = read<KTile>(K_smem, 8 * (n0 + n) + g_, 4 * k + t_);
-          Operand<acc, 2> b[kVec / 2];
+          Operand<2> b[kVec / 2];
 #pragma unroll
           for (int x = 0; x < kVec; ++x) b[x / 2].set(x % 2, key.x[x]);
 #pragma unroll
@@ -210,36 +167,26 @@ class Products {
   __device__ __forceinline__ void accumulate(acc (&O)[kFragments][kColumnTiles][4],
                                              const acc (&S)[kFragments][kKeyTiles][4],
                                              const unsigned char* V_smem, unsigned seen) {
-    if constexpr (kInPlace) {
+#pragma unroll
+    for (int u0 = 0; u0 < kColumnTiles; u0 += kGroupTiles) {
+      // Keeps ptxas from loading V for all groups at once, and from spilling then.
+      if constexpr (kFragments == 1 || kTight) __syncwarp();
+      ProductSum sum[kFragments][kGroupTiles];
+#pragma unroll
+      for (int m = 0; m < kFragments; ++m) {
+#pragma unroll
+        for (int u = 0; u < kGroupTiles; ++u) sum[m][u].clear();
+      }
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) {
-#pragma unroll
-        for (int u0 = 0; u0 < kColumnTiles; u0 += kVec) {
-          add_products<all, kVec>(O, u0, S, V_smem, n, u0, seen);
-        }
+        add_products<all, kGroupTiles>(sum, 0, S, V_smem, n, u0, seen);
       }
-    } else {
 #pragma unroll
-      for (int u0 = 0; u0 < kColumnTiles; u0 += kGroupTiles) {
-        // Keeps ptxas from loading V for all groups at once, and from spilling then.
-        if constexpr (kFragments == 1 || kTight) __syncwarp();
-        ProductSum<acc> sum[kFragments][kGroupTiles];
+      for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
-        for (int m = 0; m < kFragments; ++m) {
+        for (int u = 0; u < kGroupTiles; ++u) {
 #pragma unroll
-          for (int u = 0; u < kGroupTiles; ++u) sum[m][u].clear();
-        }
-#pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n) {
-          add_products<all, kGroupTiles>(sum, 0, S, V_smem, n, u0, seen);
-        }
-#pragma unroll
-        for (int m = 0; m < kFragments; ++m) {
-#pragma unroll
-          for (int u = 0; u < kGroupTiles; ++u) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) O[m][u0 + u][e] += sum[m][u].value(e);
-          }
+          for (int e = 0; e < 4; ++e) O[m][u0 + u][e] += sum[m][u].value(e);
         }
       }
     }
@@ -252,13 +199,13 @@ class Products {
                                                const acc (&S)[kFragments][kKeyTiles][4],
                                                const unsigned char* V_smem, int n, int u0,
                                                unsigned seen) const {
-    Operand<acc, 4> a[kFragments];
+    Operand<4> a[kFragments];
 #pragma unroll
     for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
       for (int x = 0; x < 4; ++x) a[m].set(x, S[m][n][x % 2 * 2 + x / 2]);
     }
-    Operand<acc, 2> b[count];
+    Operand<2> b[count];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const Vec16<acc> v = read<VTile>(V_smem, 8 * n + 2 * t_ + e, 8 * (u0 / kVec) + g_);
@@ -282,6 +229,13 @@ class Products {
   int g_;
   int t_;
 };
+
+using RowSoftmax = TileSoftmax;
+// Rows of half h of a fragment that a lane holds columns of O of: the one that it has scores of.
+constexpr int kStoredRows = 1;
+__device__ __forceinline__ int stored_row(int m, int h, int) { return lane_row(m, h); }
+__device__ __forceinline__ acc of_stored_row(acc x, int) { return x; }
+__device__ __forceinline__ bool stores_first_column() { return threadIdx.x % 4 == 0; }
 
 // Row h of O's fragment m, times factor, to where `to` points: the `cols` first columns.
 // vectors: they are contiguous and 16-byte aligned.

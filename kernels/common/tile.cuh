@@ -45,7 +45,8 @@ constexpr int power_of_two_from(int n) {
   return p;
 }
 
-// Turns the sign of the elements that lie in this warp's rows of a tile, once they are there.
+// Turns the sign of the elements, of 32 bits at most, that lie in this warp's rows of a tile, once
+// they are there.
 template <class T>
 __device__ __forceinline__ void negate_rows(unsigned char* tile) {
   constexpr int kWords = kWarpRows * T::kRowBytes / 4;
@@ -53,7 +54,7 @@ __device__ __forceinline__ void negate_rows(unsigned char* tile) {
   unsigned* const words = reinterpret_cast<unsigned*>(tile) + threadIdx.x / kWarpSize * kWords;
 #pragma unroll 1
   for (int w = threadIdx.x % kWarpSize; w < kWords; w += kWarpSize) {
-    if (sizeof(element) <= 4 || w % 2) words[w] ^= kSigns;
+    words[w] ^= kSigns;
   }
   __syncwarp();  // lanes read each other's words from now on
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// tile_softmax.cuh: the running softmax of a warp's rows, in base 2, of any accumulation dtype.
+// tile_softmax.cuh: the running softmax of a warp's rows, in base 2. float64 has one of its own.
 #pragma once
 
 #include "common/online_softmax.cuh"
@@ -53,6 +53,8 @@ class TileSoftmax {
       }
     }
   }
+
+  __device__ __forceinline__ acc slope() const { return slope_; }
 
   // Makes m fit S, and rescales O where it had to move. A lane looks at its own columns only, until
   // one of them has outgrown m.

@@ -5,7 +5,7 @@
 //   16-bit a[0] row g, a[1] row g + 8, both k = 2t, 2t + 1; a[2], a[3] the same at k + 8;
 //          b[0] k = 2t, 2t + 1, b[1] k + 8, both column g
 //   others a[0] row g, a[1] row g + 8, both k = t; a[2], a[3] the same at k + 4;
-//          b[0] k = t, b[1] k = t + 4, both column g
+//          b[0] k = t, b[1] k = t + 4, both column g; with k = 16 further ones at k + 8, k + 12
 // PTX manual: "Warp Level Matrix Multiply-Accumulate Instructions: mma".
 #pragma once
 
@@ -53,6 +53,17 @@ __device__ __forceinline__ void mma_m16n8k8_f64(double (&d)[4], const double (&a
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
       : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
       : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
+}
+
+// mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64; sm_90.
+__device__ __forceinline__ void mma_m16n8k16_f64(double (&d)[4], const double (&a)[8],
+                                                 const double (&b)[4]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, "
+      "{%0, %1, %2, %3};\n"
+      : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]), "d"(a[7]),
+        "d"(b[0]), "d"(b[1]), "d"(b[2]), "d"(b[3]));
 }
 #endif
 

@@ -8,7 +8,7 @@ struct Params {
   const void* B;  // (blocks, k, 8)
   const void* C;  // (blocks, rows, 8)
   void* D;
-  long long which;  // 0 f16, 1 bf16, 2 tf32, 3 f64 of m8n8k4, 4 f64 of m16n8k8
+  long long which;  // 0 f16, 1 bf16, 2 tf32, 3 f64 of m8n8k4, 4 f64 of m16n8k8, 5 of m16n8k16
 };
 
 namespace {
@@ -40,6 +40,22 @@ __device__ void multiply_float(const Params& params, const Multiply& multiply) {
   for (int e = 0; e < 4; ++e) D[(g + e / 2 * 8) * 8 + 2 * t + e % 2] = d[e];
 }
 
+// Rows 16.
+template <int k, class Multiply>
+__device__ void multiply_double(const Params& params, const Multiply& multiply) {
+  const int g = threadIdx.x / 4, t = threadIdx.x % 4;
+  const double* const A = static_cast<const double*>(params.A) + blockIdx.x * 16 * k;
+  const double* const B = static_cast<const double*>(params.B) + blockIdx.x * k * 8;
+  const double* const C = static_cast<const double*>(params.C) + blockIdx.x * 16 * 8;
+  double* const D = static_cast<double*>(params.D) + blockIdx.x * 16 * 8;
+  double d[4], a[k / 2], b[k / 4];
+  for (int i = 0; i < k / 2; ++i) a[i] = A[(g + i % 2 * 8) * k + i / 2 * 4 + t];
+  for (int i = 0; i < k / 4; ++i) b[i] = B[(i * 4 + t) * 8 + g];
+  for (int e = 0; e < 4; ++e) d[e] = C[(g + e / 2 * 8) * 8 + 2 * t + e % 2];
+  multiply(d, a, b);
+  for (int e = 0; e < 4; ++e) D[(g + e / 2 * 8) * 8 + 2 * t + e % 2] = d[e];
+}
+
 }  // namespace
 
 extern "C" __global__ void probe(const __grid_constant__ Params params) {
@@ -62,17 +78,12 @@ extern "C" __global__ void probe(const __grid_constant__ Params params) {
     mma_m8n8k4_f64(d[0], d[1], a, b);
     for (int e = 0; e < 2; ++e) static_cast<double*>(params.D)[at + e] = d[e];
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  } else if (params.which == 4) {
+    multiply_double<8>(params,
+                       [](auto& d, const auto& a, const auto& b) { mma_m16n8k8_f64(d, a, b); });
   } else {
-    const double* const A = static_cast<const double*>(params.A) + blockIdx.x * 16 * 8;
-    const double* const B = static_cast<const double*>(params.B) + blockIdx.x * 8 * 8;
-    const double* const C = static_cast<const double*>(params.C) + blockIdx.x * 16 * 8;
-    double* const D = static_cast<double*>(params.D) + blockIdx.x * 16 * 8;
-    double d[4], a[4], b[2];
-    for (int i = 0; i < 4; ++i) a[i] = A[(g + i % 2 * 8) * 8 + i / 2 * 4 + t];
-    for (int i = 0; i < 2; ++i) b[i] = B[(i * 4 + t) * 8 + g];
-    for (int e = 0; e < 4; ++e) d[e] = C[(g + e / 2 * 8) * 8 + 2 * t + e % 2];
-    mma_m16n8k8_f64(d, a, b);
-    for (int e = 0; e < 4; ++e) D[(g + e / 2 * 8) * 8 + 2 * t + e % 2] = d[e];
+    multiply_double<16>(params,
+                        [](auto& d, const auto& a, const auto& b) { mma_m16n8k16_f64(d, a, b); });
 #endif
   }
 }

@@ -28,19 +28,19 @@ inline double half_bits(unsigned bits) {
 inline double bfloat16_bits(unsigned bits) { return host::bit_cast<float>(bits << 16); }
 inline double tf32_bits(unsigned bits) { return host::bit_cast<float>(bits & 0xffffe000u); }
 
-// m16n8k: kPack elements of a row or column of k lie in one register, kStep registers apart.
+// m16n8k: kPack elements of a row or column of k lie in one register.
 template <int k, int kPack, bool cut>
 void multiply_m16n8(const MmaOperands<4, k / 2, k / 4>* in, MmaResult<4>* out) {
   double a[16][k], b[k][8];
-  constexpr int kHalf = k / 2;  // of k, that one half of a lane's registers covers
+  constexpr int kPart = 4 * kPack;  // of k, that one register of each lane of four covers
   for (int lane = 0; lane < 32; ++lane) {
     const int g = lane / 4, t = lane % 4;
-    for (int half = 0; half < 2; ++half) {
+    for (int part = 0; part < k / kPart; ++part) {
       for (int p = 0; p < kPack; ++p) {
-        const int at = half * kHalf + t * kPack + p;
-        a[g][at] = in[lane].a[(2 * half) * kPack + p];
-        a[g + 8][at] = in[lane].a[(2 * half + 1) * kPack + p];
-        b[at][g] = in[lane].b[half * kPack + p];
+        const int at = part * kPart + t * kPack + p;
+        a[g][at] = in[lane].a[(2 * part) * kPack + p];
+        a[g + 8][at] = in[lane].a[(2 * part + 1) * kPack + p];
+        b[at][g] = in[lane].b[part * kPack + p];
       }
     }
   }
@@ -105,6 +105,20 @@ inline void mma_m16n8k8_f64(double (&d)[4], const double (&a)[4], const double (
                             host::Place place = host::Place::here()) {
   const MmaOperands<4, 4, 2> in{{d[0], d[1], d[2], d[3]}, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
   const auto out = mma_m16n8k8<false>(in, "mma_m16n8k8_f64", place);
+  for (int e = 0; e < 4; ++e) d[e] = out.d[e];
+}
+
+// m16n8k16, f64.
+inline void mma_m16n8k16_f64(double (&d)[4], const double (&a)[8], const double (&b)[4],
+                             host::Place place = host::Place::here()) {
+  MmaOperands<4, 8, 4> in;
+  for (int e = 0; e < 4; ++e) in.d[e] = d[e], in.b[e] = b[e];
+  for (int e = 0; e < 8; ++e) in.a[e] = a[e];
+  const auto out = host::warp_collective<MmaResult<4>>(
+      0xffffffffu, "mma_m16n8k16_f64", place, in,
+      [](const MmaOperands<4, 8, 4>* values, host::Members, MmaResult<4>* results) {
+        multiply_m16n8<16, 1, false>(values, results);
+      });
   for (int e = 0; e < 4; ++e) d[e] = out.d[e];
 }
 
