@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cupyflash import _arrays, _compile, _problem, _tensormap, devices
+from cupyflash import _arrays, _compile, _problem, _sm80, _tensormap, devices
 from cupyflash._tensormap import cuda_driver
 from cupyflash.tiling import round_up
 
@@ -34,13 +34,18 @@ _PARAMS_ALIGNMENT = 64  # of tensor maps
 _WORD = 8  # bytes of every field of a parameter struct
 _WORKSPACE_ALIGNMENT = 256
 _ZEROED = "counter"  # the workspace that begins as zeros
+_COUNTS = "counts"  # the same, and its launch leaves it as zeros
+_COUNTS_BYTES = 4 * _sm80.MAX_COUNTS
 _LEGACY_STREAM = 1  # and 0: streams that can't be captured
+_THREAD_STREAM = 2  # each thread has its own under this number
 # Programmatic dependent launch: the first compute capability, and the first driver that captures it
 # in graphs.
 _OVERLAPS_SINCE = (9, 0)
 _OVERLAPS_DRIVER = 12030
 
 _calls: dict[Any, Call] = {}
+# Counts of each (device, stream, thread if its streams have one number). See Call._counts().
+_counts: dict[tuple[int, int, int], Any] = {}
 
 
 class _Threads(threading.local):
@@ -144,7 +149,7 @@ class Call:
 
     Work goes to the current stream of the device and is not waited for. Workspaces are given back
     to CuPy's pool at once: the pool hands them out again to work of the same stream only, which
-    runs after these launches.
+    runs after these launches. Counts are kept for the next launch.
     """
 
     def __init__(
@@ -165,8 +170,14 @@ class Call:
         for pointer in _argument_pointers(records):
             places[id(pointer.array)] = places[pointer.name.split(".")[1]]
         # One piece of memory holds all workspaces, those that begin as zeros in front.
+        # Counts lie elsewhere, behind it in the list.
         self._workspace_bytes = self._zeroed_bytes = 0
-        for pointer in sorted(_workspaces(records), key=lambda p: p.name != _ZEROED):
+        workspaces = _workspaces(records)
+        counts = [pointer for pointer in workspaces if pointer.name == _COUNTS]
+        places |= {id(pointer.array): (len(names) + 1, 0) for pointer in counts}
+        self._has_counts = bool(counts)
+        others = [pointer for pointer in workspaces if pointer.name != _COUNTS]
+        for pointer in sorted(others, key=lambda p: p.name != _ZEROED):
             places[id(pointer.array)] = (len(names), self._workspace_bytes)
             self._workspace_bytes += round_up(max(1, pointer.array.nbytes), _WORKSPACE_ALIGNMENT)
             if pointer.name == _ZEROED:
@@ -217,25 +228,48 @@ class Call:
             addresses.append(memory.ptr)
             if self._zeroed_bytes:
                 memory.memset_async(0, self._zeroed_bytes)
+            if self._has_counts:
+                addresses.append(self._counts(stream))
         with self._lock:
             for launch in self._launches:
                 launch(addresses, stream)
+
+    def _counts(self, stream: int) -> int:
+        """Zeros for launches that leave zeros, so that nobody has to clear them again.
+
+        All launches of a stream share them, since they run one after another. Streams are told
+        apart as CuPy's pool tells them apart. A launch that fails has counted nothing, and behind a
+        kernel that fails the device takes no more launches of the process.
+        """
+        thread = threading.get_ident() if stream == _THREAD_STREAM else 0
+        key = (self._device, stream, thread)
+        memory = _counts.get(key)
+        if memory is None:
+            memory = sys.modules["cupy"].cuda.alloc(_COUNTS_BYTES)
+            memory.memset_async(0, _COUNTS_BYTES)
+            # Another thread may use the same stream: what is kept has been cleared in it by now.
+            memory = _counts.setdefault(key, memory)
+        return memory.ptr
 
     def _launch_in_graph(self, addresses: list[int], stream: int) -> None:
         """With a workspace that the graph allocates when it runs, and frees: nobody else has it."""
         driver = cuda_driver()
         handle = driver.CUstream(stream)
-        status, workspace = driver.cuMemAllocAsync(self._workspace_bytes, handle)
+        counts_bytes = _COUNTS_BYTES if self._has_counts else 0
+        in_all = counts_bytes + self._workspace_bytes
+        status, memory = driver.cuMemAllocAsync(in_all, handle)
         _check(status, "allocate a workspace in a graph")
         try:
-            if self._zeroed_bytes:
-                (status,) = driver.cuMemsetD8Async(workspace, 0, self._zeroed_bytes, handle)
+            if zeroed_bytes := counts_bytes + self._zeroed_bytes:
+                (status,) = driver.cuMemsetD8Async(memory, 0, zeroed_bytes, handle)
                 _check(status, "clear a workspace in a graph")
+            counts = int(memory)
+            addresses = [*addresses, counts + counts_bytes, counts]
             with self._lock:
                 for launch in self._launches:
-                    launch([*addresses, int(workspace)], stream)
+                    launch(addresses, stream)
         finally:
-            (status,) = driver.cuMemFreeAsync(workspace, handle)
+            (status,) = driver.cuMemFreeAsync(memory, handle)
         _check(status, "free a workspace in a graph")
 
 

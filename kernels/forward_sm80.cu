@@ -2,6 +2,8 @@
 // forward_sm80.cu: attention forward on mma.sync and cp.async, for every GPU since Ampere.
 // Source     Dao 2023, arXiv:2307.08691 (FlashAttention-2), Algorithm 1: Q outer, O in registers.
 //            Split keys and their merge: section 3.1 of arXiv:2205.14135, per thread block.
+// Merge      Parts of the keys are merged by the thread block of a tile that is done last, found
+//            out by counting (kMergesParts, few rows), else by a launch of combine.cu.
 // Computes   O = softmax(softmax_scale * Q K^T + bias) V, row-wise, and lse in nats.
 // Shapes     Q, O (batch, heads_q, seqlen_q, d or dv); K, V (batch, heads_k, seqlen_k, d or dv), of
 //            float16, bfloat16, float32 or float64. Any strides: contiguous rows that are
@@ -24,10 +26,12 @@
 //            heads of the whole batch.
 #include "common/config.cuh"
 #include "common/mask.cuh"
+#include "common/merge_parts.cuh"
 #include "common/params.cuh"
 #include "common/tile.cuh"
 #include "common/tile_scores.cuh"
 #include "common/tile_softmax.cuh"
+#include "ptx/atom.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/pin.cuh"
 #if CUPYFLASH_HEADER == CUPYFLASH_HEADER_float16 || CUPYFLASH_HEADER == CUPYFLASH_HEADER_bfloat16
@@ -54,11 +58,17 @@ struct Sm80Params {
   int64 o_vectors;
   int64 bias_vectors;
   int64 mask_vectors;
+  unsigned* counts;  // (works / splits) of parts that are done, 0 before and after, slices being 1;
+                     // null: combine merges
 };
 
 // Whether what leads from one tile of keys to the next stays in registers. Elsewhere there are none
 // left for it.
 constexpr bool kKeepsLoaders = !kGeneral && sizeof(element) != 4;
+
+// Whether a build can merge parts itself (Tiles.merges of _sm80.py): that of few queries, and few
+// rows have few parts to be read by one thread block.
+constexpr bool kMergesParts = !kGeneral && sizeof(element) == 2 && kBr <= 64;
 
 // What one thread block does. Works that share keys are neighbours in time, so that K and V come
 // from the L2 cache: heads are walked in bunches whose K and V fit there, the last queries of all
@@ -294,5 +304,25 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
         if (writes_lse) params.lse[row] = row_lse;
       }
     }
+  }
+
+  if constexpr (kMergesParts) {
+    if (!params.counts) return;
+    cp_async_wait<0>();  // tiles' memory is taken for the parts
+    __syncthreads();     // all of this part is written
+    const unsigned others = static_cast<unsigned>(params.splits) - 1;
+    unsigned* const count = params.counts + blockIdx.x / static_cast<unsigned>(params.splits);
+    const bool last = threadIdx.x == 0 && atom_inc_acq_rel(count, others) == others;
+    if (!__syncthreads_or(last)) return;
+    const int64 row = out_work.head * params.pack * problem.seqlen_q + out_rows.i0;
+    const TileParts parts = {params.O + row * problem.head_dim_v,
+                             params.lse + row,
+                             heads * problem.seqlen_q,
+                             problem.seqlen_q,
+                             static_cast<int>(params.splits),
+                             out_dv,
+                             o,
+                             problem.lse.data ? lse : nullptr};
+    merge_parts(parts, out_rows, problem, params.o_vectors, shared_memory);
   }
 }

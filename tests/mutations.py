@@ -106,8 +106,8 @@ MUTATIONS = (
              "grown[r] = sum[r] > kRoom;", "grown[r] = false;"),
     Mutation(SM90, "scores are made again of the wrong columns", "common/warp_scores.cuh",
              "k / 8 + 2 + lane / 16", "k / 8 + lane / 16"),
-    Mutation(SM80, "parts are merged with equal weights", "combine.cu",
-             "exp_nat(row_lse[s * params.rows] - base) / sum;", "acc(1) / acc(splits);"),
+    Mutation(SM80, "parts are merged with equal weights", "common/part_weights.cuh",
+             "exp_nat(lse_at(s) - base) / sum);", "acc(1) / acc(splits));"),
     Mutation(SM80, "sums of parts are added before all are there", "combine.cu",
              "      __syncthreads();  // all", "      __syncwarp();  // all"),
     # Barriers and waits.

@@ -37,7 +37,7 @@ _DRAWS = {
         "magnitudes": ("unit", "tiny", "large", "shifted"),
     },
 }
-_WRITTEN = {"problem.o.data", "problem.lse.data", "O", "lse", "l", "m", "counter"}
+_WRITTEN = {"problem.o.data", "problem.lse.data", "O", "lse", "l", "m", "counter", "counts"}
 
 
 def launches(q, k, v, *, kernel="fa1_forward", device="H200", num_splits=None, out=None, **options):

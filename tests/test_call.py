@@ -466,8 +466,11 @@ def test_warmup_of_a_gpu_that_is_there(monkeypatch):
     monkeypatch.setattr("cupyflash._compile.load", lambda *call: loaded.append(call))
     made = warmup(seqlen_q=1, seqlen_k=9000, head_dim=64, heads_q=2, device=np.int64(1))
     assert made.parts.splits > 1
-    assert [(kernel, device) for kernel, _, device, _ in loaded] == [
+    assert [(kernel, device) for kernel, _, device, _ in loaded] == [("forward_sm80", 1)]
+    assert loaded[0][1:] == (made.options, 1, made.smem_bytes)
+    made = warmup(seqlen_q=1, seqlen_k=9000, head_dim=64, heads_q=2, alibi=True, device=np.int64(1))
+    assert made.parts.splits > 1
+    assert [(kernel, device) for kernel, _, device, _ in loaded[1:]] == [
         ("forward_sm80", 1),
         ("combine", 1),
     ]
-    assert loaded[0][1:] == (made.options, 1, made.smem_bytes)
