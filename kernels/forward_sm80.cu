@@ -2,8 +2,6 @@
 // forward_sm80.cu: attention forward on mma.sync and cp.async, for every GPU since Ampere.
 // Source     Dao 2023, arXiv:2307.08691 (FlashAttention-2), Algorithm 1: Q outer, O in registers.
 //            Split keys and their merge: section 3.1 of arXiv:2205.14135, per thread block.
-// Merge      Parts of the keys are merged by the thread block of a tile that is done last, found
-//            out by counting (kMergesParts, few rows), else by a launch of combine.cu.
 // Computes   O = softmax(softmax_scale * Q K^T + bias) V, row-wise, and lse in nats.
 // Shapes     Q, O (batch, heads_q, seqlen_q, d or dv); K, V (batch, heads_k, seqlen_k, d or dv), of
 //            float16, bfloat16, float32 or float64. Any strides: contiguous rows that are
@@ -17,6 +15,9 @@
 //            one barrier makes everybody's visible and says that all have left tile j - 1, whose
 //            buffer the copies of tile j + kStages - 1 then take. Without it, a fast warp would
 //            load over what a slow one reads, and read what another has not loaded yet.
+// Merge      Where keys are divided, a thread block writes its part to the workspace. Of few rows
+//            the block that is done last, as a count tells it, merges all parts (merge_parts.cuh);
+//            otherwise a launch of combine.cu does.
 // SRAM       Q_i and kStages times K_j and V_j; bias and mask of a tile, where they are there; what
 //            the block's threads look up, and which keys of a tile are seen (ScoreChanges::Shared).
 // Products   products_half.cuh (16-bit: ldmatrix, m16n8k16) and products_wide.cuh (float32 as three
@@ -80,18 +81,53 @@ struct Work {
   int64 tile;  // of queries
 
   __device__ Work(const Sm80Params& p, unsigned at) {
-    const int64 tiles = ceil_div(p.problem.seqlen_q * p.pack, static_cast<int64>(kBr));
-    split = at % static_cast<unsigned>(p.splits);
-    at /= static_cast<unsigned>(p.splits);
-    slice = at % static_cast<unsigned>(p.slices);
-    at /= static_cast<unsigned>(p.slices);
+    const unsigned tiles =
+        static_cast<unsigned>(ceil_div(p.problem.seqlen_q * p.pack, static_cast<int64>(kBr)));
+    const Division<unsigned> by_split(at, static_cast<unsigned>(p.splits));
+    const Division<unsigned> by_slice(by_split.quotient, static_cast<unsigned>(p.slices));
+    split = static_cast<int>(by_split.rest);
+    slice = static_cast<int>(by_slice.rest);
     const unsigned bunch = static_cast<unsigned>(p.bunch);
-    const unsigned first = at / (bunch * static_cast<unsigned>(tiles)) * bunch;
+    const Division<unsigned> by_bunch(by_slice.quotient, bunch * tiles);
+    const unsigned first = by_bunch.quotient * bunch;
     const unsigned left = static_cast<unsigned>(p.heads) - first;
-    const unsigned here = left < bunch ? left : bunch;
-    const unsigned rest = at - first * static_cast<unsigned>(tiles);
-    tile = tiles - 1 - rest / here;
-    head = p.first_head + first + rest % here;
+    const Division<unsigned> by_head(by_bunch.rest, left < bunch ? left : bunch);
+    tile = tiles - 1 - by_head.quotient;
+    head = p.first_head + first + by_head.rest;
+  }
+};
+
+// Where the rows of a work go, in shared memory: registers have no room for it, and to find it out
+// anew would take longer than to store them.
+struct Output {
+  element* o;  // from row 0 and the slice's first column on
+  acc* lse;    // of row 0; null where nobody wants it, or another slice writes it
+  acc* part;   // the same of a part of the keys
+  acc* part_lse;
+
+  Output() = default;
+  __device__ Output(const Sm80Params& p, const Work& work, const HeadIndex& at,
+                    const QueryRows& rows) {
+    const Problem& problem = p.problem;
+    const int64 dv0 = work.slice * kHeadDimV;
+    const bool first = work.slice == 0;
+    o = static_cast<element*>(problem.o.data) + at.offset(problem.o, at.head_q) +
+        rows.i0 * problem.o.row + dv0 * problem.o.col;
+    acc* const all = static_cast<acc*>(problem.lse.data);
+    lse = !all || !first ? nullptr
+                         : all + at.offset(problem.lse, at.head_q) + rows.i0 * problem.lse.row;
+    part = part_lse = nullptr;
+    if (p.splits == 1) return;
+    const int64 row =
+        work.split * part_rows(problem) + work.head * p.pack * problem.seqlen_q + rows.i0;
+    part = p.O + row * problem.head_dim_v + dv0;
+    if (first) part_lse = p.lse + row;
+  }
+
+  // From one part to the next.
+  static __device__ int64 part_rows(const Problem& problem) {
+    const int64* const batch = problem.batch;
+    return batch[0] * batch[1] * batch[2] * problem.heads_q * problem.seqlen_q;
   }
 };
 
@@ -99,7 +135,8 @@ template <class T>
 __device__ __forceinline__ void load_queries(unsigned char* tile, const element* first,
                                              const QueryRows& rows, const TensorView& view,
                                              bool vectors, int cols) {
-  const auto row_at = [&](int r) {
+  const auto row_at = [&](int row) {
+    const int r = row < rows.rows ? row : 0;  // others are not read
     return first + rows.query(r) * view.row + rows.head(r) * view.head;
   };
   if (vectors) {
@@ -146,9 +183,9 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
       static_cast<const element*>(problem.k.data) + at.offset(problem.k, at.head_k);
   const element* const V = static_cast<const element*>(problem.v.data) +
                            at.offset(problem.v, at.head_k) + dv0 * problem.v.col;
-  load_queries<QTile>(Q_smem, Q, rows, problem.q, params.q_vectors, d);
   Products products(Q_smem);
   __shared__ ScoreChanges::Shared shared;
+  __shared__ Output output;
   const ScoreChanges changes(
       problem, shared, params.bias_vectors, params.mask_vectors,
       shared_memory + QTile::kBytes + kStages * sizeof(KBuffer) + kStages * sizeof(VBuffer));
@@ -165,7 +202,8 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
   };
   const bool busy = works_on(rows);
 
-  if (threadIdx.x == 0) {
+  const auto share = [&] {
+    if (threadIdx.x != 0) return;
     shared.rows = rows;
     shared.band = band;
     shared.keys = keys;
@@ -173,9 +211,14 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
     shared.V = V;
     shared.dv = dv;
     if constexpr (kGeneral) shared.set(problem, at);
-  }
+    output = Output(params, work, at, rows);
+  };
   // Seen by all from the first barrier on; who needs it before has one more.
-  if constexpr (!kKeepsLoaders) __syncthreads();
+  if constexpr (!kKeepsLoaders) {
+    load_queries<QTile>(Q_smem, Q, rows, problem.q, params.q_vectors, d);
+    share();
+    __syncthreads();
+  }
   // Starts to load tile j, if there is one. What leads there is found out anew.
   const auto load_tile = [&](int j, int stage) {
     if (j < shared.keys.end) {
@@ -189,7 +232,6 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
                        thread)
           .load(V_smem[stage], begin, end, thread);
     }
-    cp_async_commit();
   };
   if constexpr (kGeneral) {
     // As below, but that bias and mask are loaded too, and that tiles may be left out. One step
@@ -201,6 +243,7 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
       cp_async_wait<0>();
       next = changes.next(j + 1, stage);  // the barrier of a step
       load_tile(next, stage);
+      cp_async_commit();
       stage ^= 1;
       if (!works_on(shared.rows)) continue;
       const bool begun = j >= shared.keys.begin;
@@ -241,15 +284,23 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
         K_loader.next(K_smem[stage], keys.keys_begin - j0, keys.keys_end - j0);
         V_loader.next(V_smem[stage], keys.keys_begin - j0, keys.keys_end - j0);
       }
-      cp_async_commit();
     };
 #pragma unroll
-    for (int stage = 0; stage < kStages - 1; ++stage) load_keys(keys.begin + stage, stage);
+    for (int stage = 0; stage < kStages - 1; ++stage) {
+      // Q comes with the first tile, behind it: K and V have the longer way.
+      load_keys(keys.begin + stage, stage);
+      if (kKeepsLoaders && stage == 0) {
+        load_queries<QTile>(Q_smem, Q, rows, problem.q, params.q_vectors, d);
+      }
+      cp_async_commit();
+    }
+    if constexpr (kKeepsLoaders) share();  // while they are on their way
 #pragma unroll 1
     for (int j = keys.begin, stage = 0; j < keys.end; ++j) {
       cp_async_wait<kStages - 2>();
       __syncthreads();  // tile j is there, and tile j - 1 is no longer read
       load_keys(j + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
+      cp_async_commit();
       if (busy) {
         if (j == keys.begin) products.take_q(problem.softmax_scale < 0);
         const int j0 = j * kBc;
@@ -265,21 +316,11 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
     }
   }
 
-  // Where each row goes: to the result, or, being one part of several, to the workspace. Found out
-  // anew, since there were no registers to keep it in.
-  const Work out_work(params, pin(static_cast<int>(blockIdx.x)));
-  const HeadIndex out_at(problem, static_cast<unsigned>(out_work.head * params.pack));
-  const QueryRows out_rows(problem, params.pack, out_work.tile);
-  const int out_dv0 = out_work.slice * kHeadDimV;
-  const int out_dv = within(problem.head_dim_v - out_dv0, kHeadDimV);
-  element* const o = static_cast<element*>(problem.o.data) +
-                     out_at.offset(problem.o, out_at.head_q) + out_rows.i0 * problem.o.row +
-                     out_dv0 * problem.o.col;
-  acc* const lse = static_cast<acc*>(problem.lse.data) + out_at.offset(problem.lse, out_at.head_q) +
-                   out_rows.i0 * problem.lse.row;
-  const int64 heads = problem.batch[0] * problem.batch[1] * problem.batch[2] * problem.heads_q;
-  const int64 first_row =
-      (out_work.split * heads + out_work.head * params.pack) * problem.seqlen_q + out_rows.i0;
+  // Each row goes to the result, or, being one part of several, to the workspace.
+  if (kKeepsLoaders && keys.begin >= keys.end) __syncthreads();  // no step had a barrier
+  const QueryRows out_rows = shared.rows;
+  const Output out = output;
+  const int out_dv = shared.dv;
 #pragma unroll
   for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
@@ -290,18 +331,17 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
       const int head = out_rows.head(r);
       acc factor, row_lse;
       softmax.finish(scale(), m, h, factor, row_lse);
-      const bool writes_lse = valid && threadIdx.x % 4 == 0 && out_work.slice == 0;
+      const bool writes_lse = valid && threadIdx.x % 4 == 0;
       if (params.splits == 1) {
-        element* const to = o + i * problem.o.row + head * problem.o.head;
+        element* const to = out.o + i * problem.o.row + head * problem.o.head;
         store_row(O[m], h, factor, valid, to, problem.o.col, out_dv, params.o_vectors);
-        if (writes_lse && problem.lse.data) {
-          lse[i * problem.lse.row + head * problem.lse.head] = row_lse;
+        if (writes_lse && out.lse) {
+          out.lse[i * problem.lse.row + head * problem.lse.head] = row_lse;
         }
       } else {
-        const int64 row = first_row + head * problem.seqlen_q + i;
-        acc* const to = params.O + row * problem.head_dim_v + out_dv0;
-        store_partial_row(O[m], h, factor, valid, to, out_dv);
-        if (writes_lse) params.lse[row] = row_lse;
+        const int64 row = head * problem.seqlen_q + i;
+        store_partial_row(O[m], h, factor, valid, out.part + row * problem.head_dim_v, out_dv);
+        if (writes_lse && out.part_lse) out.part_lse[row] = row_lse;
       }
     }
   }
@@ -311,18 +351,19 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
     cp_async_wait<0>();  // tiles' memory is taken for the parts
     __syncthreads();     // all of this part is written
     const unsigned others = static_cast<unsigned>(params.splits) - 1;
-    unsigned* const count = params.counts + blockIdx.x / static_cast<unsigned>(params.splits);
+    const Division<unsigned> at_part(pin(static_cast<int>(blockIdx.x)), others + 1);
+    unsigned* const count = params.counts + at_part.quotient;
     const bool last = threadIdx.x == 0 && atom_inc_acq_rel(count, others) == others;
     if (!__syncthreads_or(last)) return;
-    const int64 row = out_work.head * params.pack * problem.seqlen_q + out_rows.i0;
-    const TileParts parts = {params.O + row * problem.head_dim_v,
-                             params.lse + row,
-                             heads * problem.seqlen_q,
+    const int64 before = at_part.rest * Output::part_rows(problem);
+    const TileParts parts = {out.part - before * problem.head_dim_v,
+                             out.part_lse - before,
+                             Output::part_rows(problem),
                              problem.seqlen_q,
                              static_cast<int>(params.splits),
                              out_dv,
-                             o,
-                             problem.lse.data ? lse : nullptr};
+                             out.o,
+                             out.lse};
     merge_parts(parts, out_rows, problem, params.o_vectors, shared_memory);
   }
 }

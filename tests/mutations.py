@@ -84,8 +84,8 @@ MUTATIONS = (
              "ceil_div(static_cast<int>(band.end(i0)), Bc))"),
     # Heads.
     Mutation(FA1, "query heads take key heads in turn", "common/params.cuh",
-             "head_k = work % heads_q / group;",
-             "head_k = work % heads_q % static_cast<Count>(problem.heads_k);"),
+             "head_k = Division<Count>(heads.rest, group.quotient).quotient;",
+             "head_k = heads.rest % static_cast<Count>(problem.heads_k);"),
     # The running softmax.
     Mutation(FA1, "O is not rescaled", "fa1_forward.cu",
              "l_new == acc(0) ? acc(0) : old_part / l_new;", "l_new == acc(0) ? acc(0) : acc(1);"),
