@@ -36,6 +36,8 @@ _WORKSPACE_ALIGNMENT = 256
 _ZEROED = "counter"  # the workspace that begins as zeros
 _COUNTS = "counts"  # the same, and its launch leaves it as zeros
 _COUNTS_BYTES = 4 * _sm80.MAX_COUNTS
+_KEPT_BYTES = 1 << 20  # of workspaces that begin as anything; larger ones are taken anew each time
+_KEPT_STREAMS = 64  # that memory is kept for; then it is forgotten
 _LEGACY_STREAM = 1  # and 0: streams that can't be captured
 _THREAD_STREAM = 2  # each thread has its own under this number
 # Programmatic dependent launch: the first compute capability, and the first driver that captures it
@@ -44,8 +46,8 @@ _OVERLAPS_SINCE = (9, 0)
 _OVERLAPS_DRIVER = 12030
 
 _calls: dict[Any, Call] = {}
-# Counts of each (device, stream, thread if its streams have one number). See Call._counts().
-_counts: dict[tuple[int, int, int], Any] = {}
+# Memory of each (device, stream, thread if its stream has the number of others): _kept_memory().
+_kept: dict[tuple[int, int, int], Any] = {}
 
 
 class _Threads(threading.local):
@@ -141,15 +143,16 @@ def clear_cache() -> None:
     >>> clear_cache()  # doctest: +SKIP
     """
     _calls.clear()
+    _kept.clear()
     _compile.clear_cache()
 
 
 class Call:
     """A call without its arrays. Threads may share it.
 
-    Work goes to the current stream of the device and is not waited for. Workspaces are given back
-    to CuPy's pool at once: the pool hands them out again to work of the same stream only, which
-    runs after these launches. Counts are kept for the next launch.
+    Work goes to the current stream of the device and is not waited for. Small workspaces are kept
+    for the next call on the stream; others are given back to CuPy's pool at once: the pool hands
+    them out again to work of the same stream only, which runs after these launches.
     """
 
     def __init__(
@@ -169,8 +172,8 @@ class Call:
         places: dict[Any, tuple[int, int]] = {name: (n, 0) for n, name in enumerate(names)}
         for pointer in _argument_pointers(records):
             places[id(pointer.array)] = places[pointer.name.split(".")[1]]
-        # One piece of memory holds all workspaces, those that begin as zeros in front.
-        # Counts lie elsewhere, behind it in the list.
+        # One piece of memory holds all workspaces, those that begin as zeros in front; but for
+        # counts, whose address comes last.
         self._workspace_bytes = self._zeroed_bytes = 0
         workspaces = _workspaces(records)
         counts = [pointer for pointer in workspaces if pointer.name == _COUNTS]
@@ -182,6 +185,8 @@ class Call:
             self._workspace_bytes += round_up(max(1, pointer.array.nbytes), _WORKSPACE_ALIGNMENT)
             if pointer.name == _ZEROED:
                 self._zeroed_bytes = self._workspace_bytes
+        small = self._workspace_bytes <= _KEPT_BYTES and not self._zeroed_bytes
+        self._keeps = self._workspace_bytes > 0 and small
         self._launches = [_Launch(record, places, problem.device) for record in records]
 
     def __call__(self, arrays: Sequence[Any], addresses: list[int], out: Any) -> tuple[Any, Any]:
@@ -218,38 +223,23 @@ class Call:
         addresses = [*addresses, o.data.ptr]
         if lse is not None:
             addresses.append(lse.data.ptr)
-        if not self._workspace_bytes:
-            memory = None
-        elif stream > _LEGACY_STREAM and cuda.runtime.streamIsCapturing(stream):
-            self._launch_in_graph(addresses, stream)
-            return
-        else:
-            memory = cuda.alloc(self._workspace_bytes)
-            addresses.append(memory.ptr)
-            if self._zeroed_bytes:
-                memory.memset_async(0, self._zeroed_bytes)
+        kept = memory = None  # held until all is launched
+        if self._workspace_bytes:
+            if stream > _LEGACY_STREAM and cuda.runtime.streamIsCapturing(stream):
+                self._launch_in_graph(addresses, stream)
+                return
+            if self._keeps or self._has_counts:
+                kept = _kept_memory(self._device, stream)
+            if not self._keeps:
+                memory = cuda.alloc(self._workspace_bytes)
+                if self._zeroed_bytes:
+                    memory.memset_async(0, self._zeroed_bytes)
+            addresses.append(memory.ptr if memory is not None else kept.ptr + _COUNTS_BYTES)
             if self._has_counts:
-                addresses.append(self._counts(stream))
+                addresses.append(kept.ptr)
         with self._lock:
             for launch in self._launches:
                 launch(addresses, stream)
-
-    def _counts(self, stream: int) -> int:
-        """Zeros for launches that leave zeros, so that nobody has to clear them again.
-
-        All launches of a stream share them, since they run one after another. Streams are told
-        apart as CuPy's pool tells them apart. A launch that fails has counted nothing, and behind a
-        kernel that fails the device takes no more launches of the process.
-        """
-        thread = threading.get_ident() if stream == _THREAD_STREAM else 0
-        key = (self._device, stream, thread)
-        memory = _counts.get(key)
-        if memory is None:
-            memory = sys.modules["cupy"].cuda.alloc(_COUNTS_BYTES)
-            memory.memset_async(0, _COUNTS_BYTES)
-            # Another thread may use the same stream: what is kept has been cleared in it by now.
-            memory = _counts.setdefault(key, memory)
-        return memory.ptr
 
     def _launch_in_graph(self, addresses: list[int], stream: int) -> None:
         """With a workspace that the graph allocates when it runs, and frees: nobody else has it."""
@@ -271,6 +261,26 @@ class Call:
         finally:
             (status,) = driver.cuMemFreeAsync(memory, handle)
         _check(status, "free a workspace in a graph")
+
+
+def _kept_memory(device: int, stream: int) -> Any:
+    """Zeros for launches that leave zeros, so that nobody has to clear them; then a workspace.
+
+    All launches of a stream share it, since they run one after another. Streams are told apart as
+    CuPy's pool tells them apart, which takes memory back from one and gives it to the next under
+    the same number. A launch that is refused has counted nothing, and behind a kernel that fails
+    the device takes no more launches of the process.
+    """
+    key = (device, stream, threading.get_ident() if stream == _THREAD_STREAM else 0)
+    memory = _kept.get(key)
+    if memory is None:
+        if len(_kept) >= _KEPT_STREAMS:
+            _kept.clear()
+        memory = sys.modules["cupy"].cuda.alloc(_COUNTS_BYTES + _KEPT_BYTES)
+        memory.memset_async(0, _COUNTS_BYTES)
+        # Another thread may use the same stream: what is found was cleared in it before.
+        memory = _kept.setdefault(key, memory)
+    return memory
 
 
 def _span(array: Any) -> tuple[int, int]:
