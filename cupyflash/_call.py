@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cupyflash import _arrays, _compile, _problem, _tensormap, devices
+from cupyflash import _arrays, _compile, _problem, _sm80, _tensormap, devices
 from cupyflash._tensormap import cuda_driver
 from cupyflash.tiling import round_up
 
@@ -34,13 +34,20 @@ _PARAMS_ALIGNMENT = 64  # of tensor maps
 _WORD = 8  # bytes of every field of a parameter struct
 _WORKSPACE_ALIGNMENT = 256
 _ZEROED = "counter"  # the workspace that begins as zeros
+_COUNTS = "counts"  # the same, and its launch leaves it as zeros
+_COUNTS_BYTES = 4 * _sm80.MAX_COUNTS
+_KEPT_BYTES = 1 << 20  # of workspaces that begin as anything; larger ones are taken anew each time
+_KEPT_STREAMS = 64  # that memory is kept for; then it is forgotten
 _LEGACY_STREAM = 1  # and 0: streams that can't be captured
+_THREAD_STREAM = 2  # each thread has its own under this number
 # Programmatic dependent launch: the first compute capability, and the first driver that captures it
 # in graphs.
 _OVERLAPS_SINCE = (9, 0)
 _OVERLAPS_DRIVER = 12030
 
 _calls: dict[Any, Call] = {}
+# Memory of each (device, stream, thread if its stream has the number of others): _kept_memory().
+_kept: dict[tuple[int, int, int], Any] = {}
 
 
 class _Threads(threading.local):
@@ -136,15 +143,16 @@ def clear_cache() -> None:
     >>> clear_cache()  # doctest: +SKIP
     """
     _calls.clear()
+    _kept.clear()
     _compile.clear_cache()
 
 
 class Call:
     """A call without its arrays. Threads may share it.
 
-    Work goes to the current stream of the device and is not waited for. Workspaces are given back
-    to CuPy's pool at once: the pool hands them out again to work of the same stream only, which
-    runs after these launches.
+    Work goes to the current stream of the device and is not waited for. Small workspaces are kept
+    for the next call on the stream; others are given back to CuPy's pool at once: the pool hands
+    them out again to work of the same stream only, which runs after these launches.
     """
 
     def __init__(
@@ -164,13 +172,21 @@ class Call:
         places: dict[Any, tuple[int, int]] = {name: (n, 0) for n, name in enumerate(names)}
         for pointer in _argument_pointers(records):
             places[id(pointer.array)] = places[pointer.name.split(".")[1]]
-        # One piece of memory holds all workspaces, those that begin as zeros in front.
+        # One piece of memory holds all workspaces, those that begin as zeros in front; but for
+        # counts, whose address comes last.
         self._workspace_bytes = self._zeroed_bytes = 0
-        for pointer in sorted(_workspaces(records), key=lambda p: p.name != _ZEROED):
+        workspaces = _workspaces(records)
+        counts = [pointer for pointer in workspaces if pointer.name == _COUNTS]
+        places |= {id(pointer.array): (len(names) + 1, 0) for pointer in counts}
+        self._has_counts = bool(counts)
+        others = [pointer for pointer in workspaces if pointer.name != _COUNTS]
+        for pointer in sorted(others, key=lambda p: p.name != _ZEROED):
             places[id(pointer.array)] = (len(names), self._workspace_bytes)
             self._workspace_bytes += round_up(max(1, pointer.array.nbytes), _WORKSPACE_ALIGNMENT)
             if pointer.name == _ZEROED:
                 self._zeroed_bytes = self._workspace_bytes
+        small = self._workspace_bytes <= _KEPT_BYTES and not self._zeroed_bytes
+        self._keeps = self._workspace_bytes > 0 and small
         self._launches = [_Launch(record, places, problem.device) for record in records]
 
     def __call__(self, arrays: Sequence[Any], addresses: list[int], out: Any) -> tuple[Any, Any]:
@@ -207,16 +223,20 @@ class Call:
         addresses = [*addresses, o.data.ptr]
         if lse is not None:
             addresses.append(lse.data.ptr)
-        if not self._workspace_bytes:
-            memory = None
-        elif stream > _LEGACY_STREAM and cuda.runtime.streamIsCapturing(stream):
-            self._launch_in_graph(addresses, stream)
-            return
-        else:
-            memory = cuda.alloc(self._workspace_bytes)
-            addresses.append(memory.ptr)
-            if self._zeroed_bytes:
-                memory.memset_async(0, self._zeroed_bytes)
+        kept = memory = None  # held until all is launched
+        if self._workspace_bytes:
+            if stream > _LEGACY_STREAM and cuda.runtime.streamIsCapturing(stream):
+                self._launch_in_graph(addresses, stream)
+                return
+            if self._keeps or self._has_counts:
+                kept = _kept_memory(self._device, stream)
+            if not self._keeps:
+                memory = cuda.alloc(self._workspace_bytes)
+                if self._zeroed_bytes:
+                    memory.memset_async(0, self._zeroed_bytes)
+            addresses.append(memory.ptr if memory is not None else kept.ptr + _COUNTS_BYTES)
+            if self._has_counts:
+                addresses.append(kept.ptr)
         with self._lock:
             for launch in self._launches:
                 launch(addresses, stream)
@@ -225,18 +245,42 @@ class Call:
         """With a workspace that the graph allocates when it runs, and frees: nobody else has it."""
         driver = cuda_driver()
         handle = driver.CUstream(stream)
-        status, workspace = driver.cuMemAllocAsync(self._workspace_bytes, handle)
+        counts_bytes = _COUNTS_BYTES if self._has_counts else 0
+        in_all = counts_bytes + self._workspace_bytes
+        status, memory = driver.cuMemAllocAsync(in_all, handle)
         _check(status, "allocate a workspace in a graph")
         try:
-            if self._zeroed_bytes:
-                (status,) = driver.cuMemsetD8Async(workspace, 0, self._zeroed_bytes, handle)
+            if zeroed_bytes := counts_bytes + self._zeroed_bytes:
+                (status,) = driver.cuMemsetD8Async(memory, 0, zeroed_bytes, handle)
                 _check(status, "clear a workspace in a graph")
+            counts = int(memory)
+            addresses = [*addresses, counts + counts_bytes, counts]
             with self._lock:
                 for launch in self._launches:
-                    launch([*addresses, int(workspace)], stream)
+                    launch(addresses, stream)
         finally:
-            (status,) = driver.cuMemFreeAsync(workspace, handle)
+            (status,) = driver.cuMemFreeAsync(memory, handle)
         _check(status, "free a workspace in a graph")
+
+
+def _kept_memory(device: int, stream: int) -> Any:
+    """Zeros for launches that leave zeros, so that nobody has to clear them; then a workspace.
+
+    All launches of a stream share it, since they run one after another. Streams are told apart as
+    CuPy's pool tells them apart, which takes memory back from one and gives it to the next under
+    the same number. A launch that is refused has counted nothing, and behind a kernel that fails
+    the device takes no more launches of the process.
+    """
+    key = (device, stream, threading.get_ident() if stream == _THREAD_STREAM else 0)
+    memory = _kept.get(key)
+    if memory is None:
+        if len(_kept) >= _KEPT_STREAMS:
+            _kept.clear()
+        memory = sys.modules["cupy"].cuda.alloc(_COUNTS_BYTES + _KEPT_BYTES)
+        memory.memset_async(0, _COUNTS_BYTES)
+        # Another thread may use the same stream: what is found was cleared in it before.
+        memory = _kept.setdefault(key, memory)
+    return memory
 
 
 def _span(array: Any) -> tuple[int, int]:

@@ -114,6 +114,7 @@ def _divided_rows(p: Plan, tiles: _sm80.Tiles, device: Device) -> list[tuple[str
     if parts.slices > 1:
         grid += f", {parts.slices} slices of head_dim_v"
     chunks = "any in chunks of " if p.kernel == _simt.KERNEL else ""
+    merger = "the last block of a tile" if parts.merges else _sm80.COMBINE
     rows = [
         (
             "device",
@@ -125,7 +126,7 @@ def _divided_rows(p: Plan, tiles: _sm80.Tiles, device: Device) -> list[tuple[str
         ("SRAM in all", f"{p.smem_bytes} of {device.smem_block_bytes} bytes"),
         ("grid", grid),
         ("block", f"{p.block}: {tiles.Br // tiles.warps} queries a warp"),
-        ("key splits", f"{parts.splits}" + (", merged by combine" if parts.splits > 1 else "")),
+        ("key splits", f"{parts.splits}" + (f", merged by {merger}" if parts.splits > 1 else "")),
     ]
     if p.kernel == _sm80.KERNEL:
         rows.append(("heads at a time", f"{parts.bunch} of {heads}, for the L2 cache"))

@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from cupyflash import _params, _tiles
 from cupyflash._problem import ARRAYS, AttentionProblem
 from cupyflash.devices import Device
@@ -17,20 +19,23 @@ from cupyflash.tiling import ceil_div, round_up
 KERNEL = "forward_sm80"
 COMBINE = "combine"
 _ROW_LINE = 128  # bytes that a row of a tile in shared memory is padded to
-_STATIC_SMEM = 128  # bytes that a block has beside its tiles, at most
+_STATIC_SMEM = 256  # bytes that a block has beside its tiles, at most
 _MAX_LENGTH = 2**29  # of sequences, so that sums of positions are 32-bit numbers
 _MAX_HEADS = 2**32
+_MAX_ROWS = 2**31  # (query, head) pairs of a group that tiles are cut of
 # Compute capabilities whose float64 is an afterthought.
 SLOW_FLOAT64 = ((7, 5), (8, 6), (8, 9), (10, 3), (12, 0))
 _COMBINE_WARPS = 8  # kWarps
 _COMBINE_ROUND = 4  # kRound
 MAX_SPLITS = 128  # kMaxSplits
+MAX_COUNTS = 4096  # tiles whose parts are counted, of a launch
+_VECTOR = 16  # bytes that parts are read by
 _PROBLEM = tuple(f"problem.{name}" for name in _params.PROBLEM_FIELDS)
 _FIELDS = (
     *_PROBLEM,
     *("O", "lse", "first_head", "heads", "pack", "bunch", "splits", "slices"),
     *("q_vectors", "k_vectors", "v_vectors", "o_vectors", "bias_vectors"),
-    "mask_vectors",
+    *("mask_vectors", "counts"),
 )
 _ARGUMENTS = tuple(f"problem.{name}.data" for name in ARRAYS)
 _COMBINE_FIELDS = (*_PROBLEM, "O", "lse", "rows", "splits", "team")
@@ -75,6 +80,10 @@ class Tiles:
         scores = self.Br * self.Bc * (self.bias_bytes + self.mask_bytes)
         sets = 2 * 4 * self.threads * (self.Br // (16 * self.warps)) if self.mask_bytes else 0
         return self.Br * d + self.stages * self.Bc * (d + dv) + scores + sets
+
+    def merges(self, general: bool) -> bool:
+        """Whether a build has code to merge parts of the keys itself (kMergesParts)."""
+        return not general and self.itemsize == 2 and self.Br <= _SHORT_ROWS
 
     def fits(self, device: Device) -> bool:
         """Whether ``blocks`` of them find room on a multiprocessor."""
@@ -216,7 +225,8 @@ class Parts:
 
     ``pack`` query heads of a group are rows of a tile; ``splits`` parts of the keys, whose results
     ``combine`` merges; ``slices`` of head_dim_v; ``bunch`` heads (of ``pack``) are walked together,
-    so that their K and V stay in the L2 cache.
+    so that their K and V stay in the L2 cache. ``merges``: the thread block of a tile that is done
+    last merges its parts, which needs no ``combine``.
     """
 
     pack: int
@@ -224,6 +234,7 @@ class Parts:
     slices: int
     bunch: int
     blocks_a_head: int
+    merges: bool = False
 
 
 def pack(problem: AttentionProblem) -> int:
@@ -233,7 +244,7 @@ def pack(problem: AttentionProblem) -> int:
     """
     if problem.has_mask or problem.bias_dtype is not None:
         return 1
-    few = 0 < problem.seqlen_q < _SHORT_ROWS
+    few = 0 < problem.seqlen_q < _SHORT_ROWS and problem.seqlen_q * problem.group < _MAX_ROWS
     return problem.group if few and problem.group > 1 else 1
 
 
@@ -248,7 +259,28 @@ def parts(
     if splits is None:
         splits = fitting_splits(problem, tiles, device, heads * Tr * slices)
     assert 1 <= splits <= MAX_SPLITS
-    return Parts(packed, splits, slices, bunch(problem, device, packed), Tr * splits * slices)
+    merges = splits > 1 and slices == 1 and _merges(problem, tiles, packed, splits, heads * Tr)
+    bunched = bunch(problem, device, packed)
+    return Parts(packed, splits, slices, bunched, Tr * splits * slices, merges)
+
+
+def _merges(
+    problem: AttentionProblem, tiles: Tiles, packed: int, splits: int, works: int
+) -> bool:
+    """Whether one thread block merges a tile's parts: where they fit its shared memory.
+
+    It has them all on their way at once then. On an H200 that is 60 KB for one query of 4 heads and
+    32 parts; more would take it longer than it takes ``combine``, which spreads them, to be there.
+    """
+    itemsize = problem.acc_dtype.itemsize
+    rows = min(problem.seqlen_q * packed, tiles.Br)
+    part_bytes = rows * (problem.head_dim_v + 1) * itemsize
+    return (
+        tiles.merges(problem.general)
+        and problem.head_dim_v * itemsize % _VECTOR == 0
+        and splits * part_bytes <= tiles.smem_bytes
+        and works <= MAX_COUNTS
+    )
 
 
 _SPLIT_KEYS = 256  # fewer keys in a part are not worth its share of the merge
@@ -305,6 +337,8 @@ def records(
             acc = problem.acc_dtype
             values["O"] = xp.empty((work.splits, batch, *rows, problem.head_dim_v), acc)
             values["lse"] = xp.empty((work.splits, batch, *rows), acc)
+        if work.merges:
+            values["counts"] = xp.zeros(MAX_COUNTS, np.uint32)
         numbers = {"pack": work.pack, "bunch": work.bunch, "splits": work.splits}
         numbers |= {"slices": work.slices}
         for name in (*"qkvo", "bias", "mask"):
@@ -326,7 +360,7 @@ def records(
                 params=params,
                 pointers=pointers,
             )
-        if work.splits > 1:
+        if work.splits > 1 and not work.merges:
             rows_in_all = batch * math.prod(rows)
             team = combine_team(work.splits)
             # Of the arguments it needs no address: each costs the host time at every call.

@@ -50,7 +50,7 @@ def warmup(*, device: int | str = 0, **sizes: Any) -> Plan:
     made = plan(device=device, **sizes)
     if not isinstance(device, str):
         _compile.load(made.kernel, made.options, device, made.smem_bytes)
-        if made.parts is not None and made.parts.splits > 1:
+        if made.parts is not None and made.parts.splits > 1 and not made.parts.merges:
             options = _sm80.combine_options(made.problem.dtype.name)
             _compile.load(_sm80.COMBINE, options, device, 0)
     return made

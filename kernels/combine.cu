@@ -18,8 +18,8 @@
 //            the first round of O is on its way while the weights are found.
 // Limits     up to kMaxSplits parts.
 #include "common/config.cuh"
-#include "common/online_softmax.cuh"
 #include "common/params.cuh"
+#include "common/part_weights.cuh"
 #include "ptx/griddepcontrol.cuh"
 
 namespace cupyflash {
@@ -87,29 +87,14 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kWarps* cupyflash::kWarp
     if (valid) {
       load_round(parts, params, row, mine, 0);
       const acc* const row_lse = params.lse + row;
-      acc top = kMinusInfinity;
-      for (int s = lane; s < splits; s += kWarpSize) {
-        const acc x = row_lse[s * params.rows];
-        top = x > top || x != x ? x : top;
-      }
-      top = warp_max(top);
-      const acc base = exponent_base(top);
-      acc sum = 0;
-      for (int s = lane; s < splits; s += kWarpSize) {
-        sum += exp_nat(row_lse[s * params.rows] - base);
-      }
-      sum = warp_sum(sum);
       __syncwarp();  // the weights of the row before are no longer read
-      // From the same numbers as their sum: e^(lse_s - lse) would take over the rounding of lse.
-      for (int s = lane; s < splits; s += kWarpSize) {
-        if (s % team == mine) {
-          weights[s] = sum == acc(0) ? acc(0) : exp_nat(row_lse[s * params.rows] - base) / sum;
-        }
-      }
+      const acc merged = weigh_parts(
+          splits, [&](int s) { return row_lse[s * params.rows]; },
+          [&](int s, acc weight) {
+            if (s % team == mine) weights[s] = weight;
+          });
       __syncwarp();
-      if (mine == 0 && lane == 0 && problem.lse.data) {
-        *lse = sum == acc(0) ? kMinusInfinity : base + log(sum);
-      }
+      if (mine == 0 && lane == 0 && problem.lse.data) *lse = merged;
     }
 
     for (int64 c0 = 0; c0 < problem.head_dim_v; c0 += kPassColumns) {

@@ -15,6 +15,9 @@
 //            one barrier makes everybody's visible and says that all have left tile j - 1, whose
 //            buffer the copies of tile j + kStages - 1 then take. Without it, a fast warp would
 //            load over what a slow one reads, and read what another has not loaded yet.
+// Merge      Where keys are divided, a thread block writes its part to the workspace. Of few rows
+//            the block that is done last, as a count tells it, merges all parts (merge_parts.cuh);
+//            otherwise a launch of combine.cu does.
 // SRAM       Q_i and kStages times K_j and V_j; bias and mask of a tile, where they are there; what
 //            the block's threads look up, and which keys of a tile are seen (ScoreChanges::Shared).
 // Products   products_half.cuh (16-bit: ldmatrix, m16n8k16), products_wide.cuh (float32 as three
@@ -27,10 +30,12 @@
 #include "common/config.cuh"
 #include "common/divided_work.cuh"
 #include "common/mask.cuh"
+#include "common/merge_parts.cuh"
 #include "common/params.cuh"
 #include "common/tile.cuh"
 #include "common/tile_scores.cuh"
 #include "common/tile_softmax.cuh"
+#include "ptx/atom.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/pin.cuh"
 #if CUPYFLASH_HEADER == CUPYFLASH_HEADER_float16 || CUPYFLASH_HEADER == CUPYFLASH_HEADER_bfloat16
@@ -59,6 +64,8 @@ struct Sm80Params {
   int64 o_vectors;
   int64 bias_vectors;
   int64 mask_vectors;
+  unsigned* counts;  // (works / splits) of parts that are done, 0 before and after, slices being 1;
+                     // null: combine merges
 };
 
 static_assert(kStages >= 2, "one tile is loaded while another is used");
@@ -67,11 +74,50 @@ static_assert(kStages >= 2, "one tile is loaded while another is used");
 // left for it.
 constexpr bool kKeepsLoaders = !kGeneral && sizeof(element) != 4;
 
+// Whether a build can merge parts itself (Tiles.merges of _sm80.py): that of few queries, and few
+// rows have few parts to be read by one thread block.
+constexpr bool kMergesParts = !kGeneral && sizeof(element) == 2 && kBr <= 64;
+
+// Where the rows of a work go, in shared memory: registers have no room for it, and to find it out
+// anew would take longer than to store them.
+struct Output {
+  element* o;  // from row 0 and the slice's first column on
+  acc* lse;    // of row 0; null where nobody wants it, or another slice writes it
+  acc* part;   // the same of a part of the keys
+  acc* part_lse;
+
+  Output() = default;
+  __device__ Output(const Sm80Params& p, const Work& work, const HeadIndex& at,
+                    const QueryRows& rows) {
+    const Problem& problem = p.problem;
+    const int64 dv0 = work.slice * kHeadDimV;
+    const bool first = work.slice == 0;
+    o = static_cast<element*>(problem.o.data) + at.offset(problem.o, at.head_q) +
+        rows.i0 * problem.o.row + dv0 * problem.o.col;
+    acc* const all = static_cast<acc*>(problem.lse.data);
+    lse = !all || !first ? nullptr
+                         : all + at.offset(problem.lse, at.head_q) + rows.i0 * problem.lse.row;
+    part = part_lse = nullptr;
+    if (p.splits == 1) return;
+    const int64 row =
+        work.split * part_rows(problem) + work.head * p.pack * problem.seqlen_q + rows.i0;
+    part = p.O + row * problem.head_dim_v + dv0;
+    if (first) part_lse = p.lse + row;
+  }
+
+  // From one part to the next.
+  static __device__ int64 part_rows(const Problem& problem) {
+    const int64* const batch = problem.batch;
+    return batch[0] * batch[1] * batch[2] * problem.heads_q * problem.seqlen_q;
+  }
+};
+
 template <class T>
 __device__ __forceinline__ void load_queries(unsigned char* tile, const element* first,
                                              const QueryRows& rows, const TensorView& view,
                                              bool vectors, int cols) {
-  const auto row_at = [&](int r) {
+  const auto row_at = [&](int row) {
+    const int r = row < rows.rows ? row : 0;  // others are not read
     return first + rows.query(r) * view.row + rows.head(r) * view.head;
   };
   if (vectors) {
@@ -118,9 +164,9 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
       static_cast<const element*>(problem.k.data) + at.offset(problem.k, at.head_k);
   const element* const V = static_cast<const element*>(problem.v.data) +
                            at.offset(problem.v, at.head_k) + dv0 * problem.v.col;
-  load_queries<QTile>(Q_smem, Q, rows, problem.q, params.q_vectors, d);
   Products products(Q_smem);
   __shared__ ScoreChanges::Shared shared;
+  __shared__ Output output;
   const ScoreChanges changes(
       problem, shared, params.bias_vectors, params.mask_vectors,
       shared_memory + QTile::kBytes + kStages * sizeof(KBuffer) + kStages * sizeof(VBuffer));
@@ -137,7 +183,8 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
   };
   const bool busy = works_on(rows);
 
-  if (threadIdx.x == 0) {
+  const auto share = [&] {
+    if (threadIdx.x != 0) return;
     shared.rows = rows;
     shared.band = band;
     shared.keys = keys;
@@ -145,9 +192,14 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
     shared.V = V;
     shared.dv = dv;
     if constexpr (kGeneral) shared.set(problem, at);
-  }
+    output = Output(params, work, at, rows);
+  };
   // Seen by all from the first barrier on; who needs it before has one more.
-  if constexpr (!kKeepsLoaders) __syncthreads();
+  if constexpr (!kKeepsLoaders) {
+    load_queries<QTile>(Q_smem, Q, rows, problem.q, params.q_vectors, d);
+    share();
+    __syncthreads();
+  }
   // Starts to load tile j, if there is one. What leads there is found out anew.
   const auto load_tile = [&](int j, int stage) {
     if (j < shared.keys.end) {
@@ -161,7 +213,6 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
                        thread)
           .load(V_smem[stage], begin, end, thread);
     }
-    cp_async_commit();
   };
   if constexpr (kGeneral) {
     // As below, but that bias and mask are loaded too, and that tiles may be left out. One step
@@ -173,6 +224,7 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
       cp_async_wait<0>();
       next = changes.next(j + 1, stage);  // the barrier of a step
       load_tile(next, stage);
+      cp_async_commit();
       stage ^= 1;
       if (!works_on(shared.rows)) continue;
       const bool begun = j >= shared.keys.begin;
@@ -213,15 +265,23 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
         K_loader.next(K_smem[stage], keys.keys_begin - j0, keys.keys_end - j0);
         V_loader.next(V_smem[stage], keys.keys_begin - j0, keys.keys_end - j0);
       }
-      cp_async_commit();
     };
 #pragma unroll
-    for (int stage = 0; stage < kStages - 1; ++stage) load_keys(keys.begin + stage, stage);
+    for (int stage = 0; stage < kStages - 1; ++stage) {
+      // Q comes with the first tile, behind it: K and V have the longer way.
+      load_keys(keys.begin + stage, stage);
+      if (kKeepsLoaders && stage == 0) {
+        load_queries<QTile>(Q_smem, Q, rows, problem.q, params.q_vectors, d);
+      }
+      cp_async_commit();
+    }
+    if constexpr (kKeepsLoaders) share();  // while they are on their way
 #pragma unroll 1
     for (int j = keys.begin, stage = 0; j < keys.end; ++j) {
       cp_async_wait<kStages - 2>();
       __syncthreads();  // tile j is there, and tile j - 1 is no longer read
       load_keys(j + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
+      cp_async_commit();
       if (busy) {
         if (j == keys.begin) products.take_q(problem.softmax_scale < 0, softmax.slope());
         const int j0 = j * kBc;
@@ -237,21 +297,11 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
     }
   }
 
-  // Where each row goes: to the result, or, being one part of several, to the workspace. Found out
-  // anew, since there were no registers to keep it in.
-  const Work out_work(params, params.pack, pin(static_cast<int>(blockIdx.x)));
-  const HeadIndex out_at(problem, static_cast<unsigned>(out_work.head * params.pack));
-  const QueryRows out_rows(problem, params.pack, out_work.tile);
-  const int out_dv0 = out_work.slice * kHeadDimV;
-  const int out_dv = within(problem.head_dim_v - out_dv0, kHeadDimV);
-  element* const o = static_cast<element*>(problem.o.data) +
-                     out_at.offset(problem.o, out_at.head_q) + out_rows.i0 * problem.o.row +
-                     out_dv0 * problem.o.col;
-  acc* const lse = static_cast<acc*>(problem.lse.data) + out_at.offset(problem.lse, out_at.head_q) +
-                   out_rows.i0 * problem.lse.row;
-  const int64 heads = problem.batch[0] * problem.batch[1] * problem.batch[2] * problem.heads_q;
-  const int64 first_row =
-      (out_work.split * heads + out_work.head * params.pack) * problem.seqlen_q + out_rows.i0;
+  // Each row goes to the result, or, being one part of several, to the workspace.
+  if (kKeepsLoaders && keys.begin >= keys.end) __syncthreads();  // no step had a barrier
+  const QueryRows out_rows = shared.rows;
+  const Output out = output;
+  const int out_dv = shared.dv;
 #pragma unroll
   for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
@@ -266,21 +316,42 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads, cupyflash::kBl
         const int head = out_rows.head(r);
         const acc row_factor = of_stored_row(factor, e);
         const acc lse_of_row = of_stored_row(row_lse, e);
-        const bool writes_lse = valid && stores_first_column() && out_work.slice == 0;
+        const bool writes_lse = valid && stores_first_column();
+        const int x = kStoredRows * h + e;
         if (params.splits == 1) {
-          element* const to = o + i * problem.o.row + head * problem.o.head;
-          store_row(O[m], kStoredRows * h + e, row_factor, valid, to, problem.o.col, out_dv,
-                    params.o_vectors);
-          if (writes_lse && problem.lse.data) {
-            lse[i * problem.lse.row + head * problem.lse.head] = lse_of_row;
+          element* const to = out.o + i * problem.o.row + head * problem.o.head;
+          store_row(O[m], x, row_factor, valid, to, problem.o.col, out_dv, params.o_vectors);
+          if (writes_lse && out.lse) {
+            out.lse[i * problem.lse.row + head * problem.lse.head] = lse_of_row;
           }
         } else {
-          const int64 row = first_row + head * problem.seqlen_q + i;
-          acc* const to = params.O + row * problem.head_dim_v + out_dv0;
-          store_partial_row(O[m], kStoredRows * h + e, row_factor, valid, to, out_dv);
-          if (writes_lse) params.lse[row] = lse_of_row;
+          const int64 row = head * problem.seqlen_q + i;
+          acc* const to = out.part + row * problem.head_dim_v;
+          store_partial_row(O[m], x, row_factor, valid, to, out_dv);
+          if (writes_lse && out.part_lse) out.part_lse[row] = lse_of_row;
         }
       }
     }
+  }
+
+  if constexpr (kMergesParts) {
+    if (!params.counts) return;
+    cp_async_wait<0>();  // tiles' memory is taken for the parts
+    __syncthreads();     // all of this part is written
+    const unsigned others = static_cast<unsigned>(params.splits) - 1;
+    const Division<unsigned> at_part(pin(static_cast<int>(blockIdx.x)), others + 1);
+    unsigned* const count = params.counts + at_part.quotient;
+    const bool last = threadIdx.x == 0 && atom_inc_acq_rel(count, others) == others;
+    if (!__syncthreads_or(last)) return;
+    const int64 before = at_part.rest * Output::part_rows(problem);
+    const TileParts parts = {out.part - before * problem.head_dim_v,
+                             out.part_lse - before,
+                             Output::part_rows(problem),
+                             problem.seqlen_q,
+                             static_cast<int>(params.splits),
+                             out_dv,
+                             out.o,
+                             out.lse};
+    merge_parts(parts, out_rows, problem, params.o_vectors, shared_memory);
   }
 }

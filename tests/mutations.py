@@ -85,8 +85,8 @@ MUTATIONS = (
              "ceil_div(static_cast<int>(band.end(i0)), Bc))"),
     # Heads.
     Mutation(FA1, "query heads take key heads in turn", "common/params.cuh",
-             "head_k = work % heads_q / group;",
-             "head_k = work % heads_q % static_cast<Count>(problem.heads_k);"),
+             "head_k = Division<Count>(heads.rest, group.quotient).quotient;",
+             "head_k = heads.rest % static_cast<Count>(problem.heads_k);"),
     # The running softmax.
     Mutation(FA1, "O is not rescaled", "fa1_forward.cu",
              "l_new == acc(0) ? acc(0) : old_part / l_new;", "l_new == acc(0) ? acc(0) : acc(1);"),
@@ -107,8 +107,8 @@ MUTATIONS = (
              "grown[r] = sum[r] > kRoom;", "grown[r] = false;"),
     Mutation(SM90, "scores are made again of the wrong columns", "common/warp_scores.cuh",
              "k / 8 + 2 + lane / 16", "k / 8 + lane / 16"),
-    Mutation(SM80, "parts are merged with equal weights", "combine.cu",
-             "exp_nat(row_lse[s * params.rows] - base) / sum;", "acc(1) / acc(splits);"),
+    Mutation(SM80, "parts are merged with equal weights", "common/part_weights.cuh",
+             "exp_nat(lse_at(s) - base) / sum);", "acc(1) / acc(splits));"),
     Mutation(SM80, "sums of parts are added before all are there", "combine.cu",
              "      __syncthreads();  // all", "      __syncwarp();  // all"),
     # Barriers and waits.

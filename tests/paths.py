@@ -38,7 +38,7 @@ _DRAWS = {
     },
     "forward_sm90_float32": {"dtypes": ("float32",), "head_dims": (1, 7, 33, 64, 72, 96, 128)},
 }
-_WRITTEN = {"problem.o.data", "problem.lse.data", "O", "lse", "l", "m", "counter"}
+_WRITTEN = {"problem.o.data", "problem.lse.data", "O", "lse", "l", "m", "counter", "counts"}
 
 
 def launches(q, k, v, *, kernel="fa1_forward", device="H200", num_splits=None, out=None, **options):

@@ -228,6 +228,15 @@ def griddepcontrol(rng: np.random.Generator) -> Case:
     return Case("griddepcontrol", (x, y), (output,), block=64, grid=(4, 1), capability=(9, 0))
 
 
+def atom(rng: np.random.Generator) -> Case:
+    x = _words(rng, 7, 64)
+    parts, sums = np.empty_like(x), np.empty(64, np.uint32)
+    expected = (3 * x.astype(np.uint64)).sum(0).astype(np.uint32)
+    count = np.zeros(1, np.uint32)
+    output = Output("atom.inc", sums, expected)
+    return Case("atom", (x, parts, sums, count), (output,), block=64, grid=(7, 1))
+
+
 def tma(swizzle: int, box: tuple[int, ...]) -> Callable[[np.random.Generator], Case]:
     def make(rng: np.random.Generator) -> Case:
         sizes = (swizzle // 2 + 40, 90, 5, 3, 4)  # the contiguous axis first
@@ -320,7 +329,7 @@ CASES: dict[str, Callable[[np.random.Generator], Case]] = {
 for _name in _MMA:
     _kinds = ("integers", "normal", "spread", "special")
     CASES |= {f"mma-{_name}-{kind}": mma(_name, kind) for kind in _kinds}
-CASES |= {f.__name__: f for f in (named_barrier, mbarrier, setmaxnreg, griddepcontrol)}
+CASES |= {f.__name__: f for f in (atom, named_barrier, mbarrier, setmaxnreg, griddepcontrol)}
 for _swizzle in (64, 128):
     for _box in (
         (_swizzle // 2, 64, 1, 1, 1),

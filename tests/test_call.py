@@ -15,6 +15,7 @@ from cupyflash import (
     _compile,
     _launch,
     _problem,
+    _sm80,
     attention,
     clear_cache,
     devices,
@@ -161,6 +162,7 @@ def test_launches_are_given_all_addresses_and_the_callers_list_stays(monkeypatch
         streamIsCapturing=lambda stream: False,
     )
     monkeypatch.setattr(_call, "_threads", _call._Threads())
+    monkeypatch.setattr(_call, "_kept", {})
     cuda = types.SimpleNamespace(
         runtime=runtime,
         alloc=lambda size: memory,
@@ -183,7 +185,8 @@ def test_launches_are_given_all_addresses_and_the_callers_list_stays(monkeypatch
     assert [launch.record.kernel for launch in made] == ["forward_sm80", "combine"]
     for launch in made:
         assert launch.stream == 9
-        assert launch.addresses == [*addresses[:4], o.data.ptr, lse.data.ptr, memory.ptr]
+        workspace = memory.ptr + _call._COUNTS_BYTES
+        assert launch.addresses == [*addresses[:4], o.data.ptr, lse.data.ptr, workspace]
     names = ("q", "k", "v", "seqlens_k", "o", "lse")
     assert [made[0].places[name] for name in names] == [(n, 0) for n in range(6)]
     assert made_current == [0, "context"]
@@ -194,9 +197,81 @@ def test_launches_are_given_all_addresses_and_the_callers_list_stays(monkeypatch
     thread.start()
     thread.join()
     assert made_current == [0, "context"] * 2
+    assert memory.cleared == _call._COUNTS_BYTES
     # The parts' O and lse lie behind each other in the workspace, which is the last address.
     parts = [made[1].places[id(p.array)] for p in made[1].record.pointers if p.name in ("O", "lse")]
     assert parts == [(6, 0), (6, 3 * 2 * 4 * 70 * 64 * 4)]
+
+
+class TestKeptMemory:
+    """What launches of a stream find cleared, and leave cleared."""
+
+    @pytest.fixture
+    def taken(self, monkeypatch):
+        """The memory that CuPy's place has given."""
+        taken = []
+
+        def alloc(size):
+            memory = FakeMemory()
+            memory.ptr, memory.size = (len(taken) + 1) << 30, size
+            taken.append(memory)
+            return memory
+
+        cuda = types.SimpleNamespace(alloc=alloc)
+        monkeypatch.setitem(_call.sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
+        monkeypatch.setattr(_call, "_kept", {})
+        return taken
+
+    def test_each_stream_has_its_own_and_keeps_it(self, taken):
+        streams = [(0, 0), (0, 1), (0, 9), (1, 9)]
+        first = [_call._kept_memory(*stream) for stream in streams]
+        assert len({id(memory) for memory in first}) == len(taken) == 4
+        assert [_call._kept_memory(*stream) for stream in streams] == first
+        for memory in taken:
+            assert memory.cleared == 4 * _sm80.MAX_COUNTS
+            assert memory.size == memory.cleared + _call._KEPT_BYTES
+
+    def test_threads_share_a_stream_but_not_the_number_of_their_own(self, taken):
+        per_thread = [_call._kept_memory(0, stream) for stream in (9, 2)]
+        thread = threading.Thread(
+            target=lambda: per_thread.extend(_call._kept_memory(0, stream) for stream in (9, 2))
+        )
+        thread.start()
+        thread.join()
+        assert per_thread[0] is per_thread[2]
+        assert per_thread[1] is not per_thread[3]
+
+    def test_many_streams_are_forgotten(self, taken):
+        for stream in range(3, 3 * _call._KEPT_STREAMS):
+            _call._kept_memory(0, stream)
+            assert len(_call._kept) <= _call._KEPT_STREAMS
+
+    @pytest.mark.parametrize("num_splits", [3, 100])
+    def test_counts_come_last_and_large_workspaces_from_the_pool(
+        self, monkeypatch, taken, num_splits
+    ):
+        made = []
+        monkeypatch.setattr(
+            _call, "_Launch", lambda *how: made.append(how) or (lambda *given: made.append(given))
+        )
+        q, k, v = qkv(0, 40, 8, 1, 64, seqlen_k=3000, dtype=np.float16)
+        *_, records = launches(q, k, v, kernel="forward_sm80", num_splits=num_splits)
+        assert [record.kernel for record in records] == ["forward_sm80"]
+        call = _call.Call(_problem.from_arrays("attention", q, k, v), records, return_lse=True)
+        cuda = _call.sys.modules["cupy"].cuda
+        cuda.get_current_stream = lambda: types.SimpleNamespace(ptr=0)
+        monkeypatch.setattr(_call, "_threads", types.SimpleNamespace(devices={call._device}))
+        o, lse = (FakeArray(1, address=address) for address in (2048, 2560))
+        call.launch([512, 1024, 1536], o, lse)
+        (_, places, _), (addresses, _) = made
+        kept = taken[0].ptr
+        large = num_splits == 100
+        workspace = taken[1].ptr if large else kept + _call._COUNTS_BYTES
+        assert len(taken) == 1 + large
+        assert addresses == [512, 1024, 1536, 2048, 2560, workspace, kept]
+        by_name = {p.name: places[id(p.array)] for p in records[0].pointers}
+        assert by_name["O"] == (5, 0)
+        assert by_name["counts"] == (6, 0)
 
 
 @pytest.mark.parametrize(
@@ -466,8 +541,11 @@ def test_warmup_of_a_gpu_that_is_there(monkeypatch):
     monkeypatch.setattr("cupyflash._compile.load", lambda *call: loaded.append(call))
     made = warmup(seqlen_q=1, seqlen_k=9000, head_dim=64, heads_q=2, device=np.int64(1))
     assert made.parts.splits > 1
-    assert [(kernel, device) for kernel, _, device, _ in loaded] == [
+    assert [(kernel, device) for kernel, _, device, _ in loaded] == [("forward_sm80", 1)]
+    assert loaded[0][1:] == (made.options, 1, made.smem_bytes)
+    made = warmup(seqlen_q=1, seqlen_k=9000, head_dim=64, heads_q=2, alibi=True, device=np.int64(1))
+    assert made.parts.splits > 1
+    assert [(kernel, device) for kernel, _, device, _ in loaded[1:]] == [
         ("forward_sm80", 1),
         ("combine", 1),
     ]
-    assert loaded[0][1:] == (made.options, 1, made.smem_bytes)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: MIT
 """num_splits: who divides keys, in how many parts, and that nothing but rounding depends on it."""
 
+import hostcuda
 import ml_dtypes
 import numpy as np
 import pytest
 from hostcuda.probes import MARKS as HOSTCUDA
-from paths import assert_same_bits, qkv, run_on_gpu, run_on_host_cuda
+from paths import assert_same_bits, launches, qkv, run_on_gpu, run_on_host_cuda
 
 from cupyflash import _dtypes, attention, plan
 from cupyflash.testing import DTYPES, Problem, assert_attention_close
@@ -95,6 +96,26 @@ class TestOnHostCuda:
         assert_attention_close(actual, Problem(q, k, v, options))
         assert_same_bits(run_on_host_cuda(q, k, v, **how, **options), actual)
 
+    @pytest.mark.parametrize(
+        ("seqlen_q", "heads_q", "head_dim", "merges"),
+        [(1, 2, 40, True), (3, 8, 72, True), (1, 2, 42, False), (9, 16, 40, False)],
+    )
+    def test_the_last_block_merges_the_parts_of_its_tile(
+        self, seqlen_q, heads_q, head_dim, merges
+    ):
+        """Where they fit its shared memory and can be read 16 bytes at a time."""
+        q, k, v = qkv(4, 2, heads_q, seqlen_q, head_dim, seqlen_k=700, heads_k=2, dtype=BFLOAT16)
+        options = {"causal": True, "seqlens_k": np.array([700, 3])}
+        how = {"kernel": "forward_sm80", "num_splits": 7 if heads_q < 16 else 12}
+        o, lse, records = launches(q, k, v, **how, **options)
+        names = [record.kernel for record in records]
+        assert names == ["forward_sm80"] if merges else ["forward_sm80", "combine"]
+        for record in records:
+            hostcuda.run_schedules(record)
+        assert_attention_close((o, lse), Problem(q, k, v, options))
+        for pointer in records[0].pointers:
+            assert pointer.name != "counts" or not pointer.array.any()
+
     def test_undivided_entries_do_not_depend_on_the_batch(self):
         q, k, v = qkv(3, 3, 2, 5, 64, seqlen_k=150, dtype=np.float16)
         how = {"kernel": None, "num_splits": 1}
@@ -143,12 +164,11 @@ def test_calls_of_different_numbers_of_parts_are_not_mistaken_for_each_other(cup
 
 @pytest.mark.gpu
 @pytest.mark.kernel("forward_sm80", "combine")
-def test_the_merge_waits_for_all_parts(cupy):
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_the_merge_waits_for_all_parts(cupy, dtype):
     """It begins while they are computed, and finds those of the call before in the workspace."""
-    sets = [
-        [cupy.asarray(x) for x in qkv(seed, 2, 8, 1, 128, seqlen_k=16384, heads_k=2)]
-        for seed in (8, 9)
-    ]
+    sizes = {"seqlen_k": 16384, "heads_k": 2, "dtype": dtype}
+    sets = [[cupy.asarray(x) for x in qkv(seed, 2, 8, 1, 128, **sizes)] for seed in (8, 9)]
     expected = []
     for arrays in sets:
         expected.append(attention(*arrays, num_splits=16, return_lse=True))
@@ -157,3 +177,31 @@ def test_the_merge_waits_for_all_parts(cupy):
     for n, result in enumerate(results):
         for x, wanted in zip(result, expected[n % 2], strict=True):
             assert (x == wanted).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.kernel("forward_sm80")
+def test_streams_and_graphs_count_apart(cupy):
+    """Who merges is found out by counting: calls side by side must not share a count."""
+    sizes = {"seqlen_k": 8192, "heads_k": 2, "dtype": np.float16}
+    sets = [[cupy.asarray(x) for x in qkv(seed, 2, 8, 1, 64, **sizes)] for seed in range(10, 16)]
+    expected = [attention(*arrays, num_splits=32) for arrays in sets]
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in sets]
+    graphs, outs = [], [cupy.zeros_like(o) for o in expected]
+    cupy.cuda.Device().synchronize()
+    for stream, arrays, out in zip(streams, sets, outs, strict=True):
+        with stream:
+            stream.begin_capture()
+            attention(*arrays, num_splits=32, out=out)
+            graphs.append(stream.end_capture())
+    results = [[] for _ in sets]
+    for _ in range(30):
+        for n, stream in enumerate(streams):
+            with stream:
+                results[n].append(attention(*sets[n], num_splits=32))
+                graphs[n].launch(stream)
+    cupy.cuda.Device().synchronize()
+    for n, wanted in enumerate(expected):
+        assert (outs[n] == wanted).all()
+        for o in results[n]:
+            assert (o == wanted).all()

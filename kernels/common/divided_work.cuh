@@ -20,18 +20,19 @@ struct Work {
   // pack: query heads that are rows of one tile.
   template <class Params>
   __device__ Work(const Params& p, int64 pack, unsigned at) {
-    const int64 tiles = ceil_div(p.problem.seqlen_q * pack, static_cast<int64>(kBr));
-    split = at % static_cast<unsigned>(p.splits);
-    at /= static_cast<unsigned>(p.splits);
-    slice = at % static_cast<unsigned>(p.slices);
-    at /= static_cast<unsigned>(p.slices);
+    const unsigned tiles =
+        static_cast<unsigned>(ceil_div(p.problem.seqlen_q * pack, static_cast<int64>(kBr)));
+    const Division<unsigned> by_split(at, static_cast<unsigned>(p.splits));
+    const Division<unsigned> by_slice(by_split.quotient, static_cast<unsigned>(p.slices));
+    split = static_cast<int>(by_split.rest);
+    slice = static_cast<int>(by_slice.rest);
     const unsigned bunch = static_cast<unsigned>(p.bunch);
-    const unsigned first = at / (bunch * static_cast<unsigned>(tiles)) * bunch;
+    const Division<unsigned> by_bunch(by_slice.quotient, bunch * tiles);
+    const unsigned first = by_bunch.quotient * bunch;
     const unsigned left = static_cast<unsigned>(p.heads) - first;
-    const unsigned here = left < bunch ? left : bunch;
-    const unsigned rest = at - first * static_cast<unsigned>(tiles);
-    tile = tiles - 1 - rest / here;
-    head = p.first_head + first + rest % here;
+    const Division<unsigned> by_head(by_bunch.rest, left < bunch ? left : bunch);
+    tile = tiles - 1 - by_head.quotient;
+    head = p.first_head + first + by_head.rest;
   }
 };
 

@@ -23,13 +23,18 @@ struct QueryRows {
 
   QueryRows() = default;
   __device__ QueryRows(const Problem& problem, int64 pack_, int64 tile)
-      : i0(static_cast<int>(tile * kBr / pack_)),
-        h0(static_cast<int>(tile * kBr % pack_)),
-        pack(static_cast<int>(pack_)),
-        rows(within(problem.seqlen_q * pack_ - tile * kBr, kBr)) {}
+      : pack(static_cast<int>(pack_)), rows(within(problem.seqlen_q * pack_ - tile * kBr, kBr)) {
+    const Division<unsigned> first(static_cast<unsigned>(tile) * kBr, pack);
+    i0 = static_cast<int>(first.quotient);
+    h0 = static_cast<int>(first.rest);
+  }
 
-  __device__ __forceinline__ int query(int r) const { return pack == 1 ? r : (h0 + r) / pack; }
-  __device__ __forceinline__ int head(int r) const { return pack == 1 ? 0 : (h0 + r) % pack; }
+  __device__ __forceinline__ int query(int r) const {
+    return static_cast<int>(Division<unsigned>(h0 + r, pack).quotient);
+  }
+  __device__ __forceinline__ int head(int r) const {
+    return static_cast<int>(Division<unsigned>(h0 + r, pack).rest);
+  }
   __device__ int first() const { return i0; }
   __device__ int last() const { return i0 + query(rows - 1); }
 };
