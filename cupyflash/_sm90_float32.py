@@ -44,24 +44,29 @@ class Tiles(_sm80.Tiles):
         return 2 * _PARTS * elements + _STATE
 
 
-# Columns of a tile: (Br, warps, Bc, stages, blocks). 64 keys: sums of more would be cut off too
-# often. At 128 columns there is room for one tile of K and one of V, which is enough: one is filled
-# again while products read the other.
-_TABLE = {
-    64: (128, 8, 64, 2, 1),
-    96: (128, 8, 64, 2, 1),
-    128: (128, 8, 64, 1, 1),
-}
+# (head_dim, head_dim_v, Br, warps, Bc, stages, blocks); the first that holds both is taken, or the
+# last, which cuts V into slices. 64 keys: sums of more would be cut off too often. At 128 columns
+# there is room for one tile of K and one of V, which is enough: one is filled again while products
+# read the other. Few columns of V, as filters have them, need fewer products.
+_TABLE = (
+    (64, 32, 128, 8, 64, 2, 1),
+    (64, 64, 128, 8, 64, 2, 1),
+    (96, 96, 128, 8, 64, 2, 1),
+    (128, 128, 128, 8, 64, 1, 1),
+)
+_ITEMSIZE = 4
+_MAX_HEAD_DIM = 128
 _FEW_QUERIES = 64  # forward_sm80 has tiles of so many
 
 
 def tiles_of(problem: AttentionProblem) -> Tiles | None:
     """What a call is run with; None where head_dim is too large for it."""
-    columns = max(problem.head_dim, min(problem.head_dim_v, max(_TABLE)))
-    bucket = next((bucket for bucket in _TABLE if columns <= bucket), None)
-    if bucket is None:
-        return None
-    return Tiles(bucket, bucket, *_TABLE[bucket], problem.dtype.itemsize)
+    head_dim_v = min(problem.head_dim_v, _MAX_HEAD_DIM)
+    for row in _TABLE:
+        tiles = Tiles(*row, _ITEMSIZE)
+        if problem.head_dim <= tiles.head_dim and head_dim_v <= tiles.head_dim_v:
+            return tiles
+    return None
 
 
 def refusal(problem: AttentionProblem, device: Device) -> str | None:
@@ -72,7 +77,7 @@ def refusal(problem: AttentionProblem, device: Device) -> str | None:
     if problem.dtype.name != "float32":
         return f"takes float32, q is {problem.dtype.name}"
     if tiles_of(problem) is None:
-        return f"takes head_dim up to {max(_TABLE)}, q has {problem.head_dim}"
+        return f"takes head_dim up to {_MAX_HEAD_DIM}, q has {problem.head_dim}"
     if max(problem.seqlen_q, problem.seqlen_k) >= _MAX_LENGTH:
         return f"takes sequences of less than {_MAX_LENGTH}"
     if problem.batch * problem.heads_q >= _MAX_HEADS:
@@ -112,7 +117,6 @@ def records(
 
 def specialisations() -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     """As ``tiling.specialisations``."""
-    for bucket, row in _TABLE.items():
+    for row in _TABLE:
         for general in (False, True):
-            tiles = Tiles(bucket, bucket, *row, 4)
-            yield KERNEL, tiles.options("float32", general), ("sm_90a",)
+            yield KERNEL, Tiles(*row, _ITEMSIZE).options("float32", general), ("sm_90a",)

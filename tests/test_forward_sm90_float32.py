@@ -159,14 +159,9 @@ class TestOnHostCuda:
 
 
 @pytest.mark.parametrize("general", [False, True])
-@pytest.mark.parametrize("bucket", sorted(_sm90_float32._TABLE))
-def test_products_are_asynchronous_and_nothing_spills(bucket, general):
-    options = next(
-        options
-        for _, options, _ in _sm90_float32.specialisations()
-        if f"-DCUPYFLASH_HEAD_DIM={bucket}" in options
-        and f"-DCUPYFLASH_GENERAL={int(general)}" in options
-    )
+@pytest.mark.parametrize("row", _sm90_float32._TABLE, ids=lambda row: f"{row[0]}-{row[1]}")
+def test_products_are_asynchronous_and_nothing_spills(row, general):
+    options = _sm90_float32.Tiles(*row, 4).options("float32", general)
     build = _compile.build(KERNEL, options, "sm_90a")
     assert build.spill_store_bytes == build.spill_load_bytes == 0
     assert "C75" not in build.log  # "wgmma.mma_async instructions are serialized"
@@ -198,7 +193,7 @@ def test_tiles_that_a_plan_takes():
         ({"dtype": "float16"}, "takes float32, q is float16"),
         ({"head_dim": 129}, "takes head_dim up to 128, q has 129"),
         ({"seqlen_k": 2**29}, "takes sequences of less than 536870912"),
-        ({"heads_q": 2**32}, "takes less than 2\\^32 heads"),
+        ({"batch": 4, "heads_q": 2**30}, "takes less than 2\\^32 heads"),
     ],
 )
 def test_refusals(sizes, message):

@@ -43,6 +43,14 @@ __device__ __forceinline__ void split(float x, float y, unsigned (&parts)[kParts
   }
 }
 
+// The first part at a place of a tile.
+template <class T>
+__device__ __forceinline__ float first_part(const unsigned char* tile, int row, int column) {
+  const unsigned at = T::byte_of(row, column / 8) + column % 8 * 2;
+  const unsigned upper = *reinterpret_cast<const unsigned short*>(tile + at);
+  return __uint_as_float(upper << 16);
+}
+
 // Three tiles, one for each part, of rows that one warpgroup loads, splits and stores: a thread has
 // kUnit columns of every kPassRows-th row, and kBatch such units on their way at a time.
 template <class T>  // a SwizzledTile
@@ -121,10 +129,10 @@ class PartTiles {
  private:
   static constexpr int kThreadsOfTile = 128;
   static constexpr int kUnit = 8;  // 16 bytes of each part
-  static constexpr int kBatch = 4;
   static constexpr int kLanes = power_of_two_from(kCols / kUnit);
   static constexpr int kPassRows = kThreadsOfTile / kLanes;
   static constexpr int kPasses = T::kRows / kPassRows;
+  static constexpr int kBatch = kPasses < 4 ? kPasses : 4;
   static_assert(kPasses % kBatch == 0, "rows are loaded in whole batches");
 
   static __device__ __forceinline__ void load_vectors(float (&x)[kUnit], const float* from) {

@@ -29,47 +29,53 @@ class OwnScores {
     }
   }
 
-  // Turns products of the tile that begins with key j0 into scores in nats. Where a key is not one,
-  // or a row not one of the work's, it reads a neighbour's bias.
-  __device__ __forceinline__ void apply(acc (&S)[kFragments][kKeyTiles][4], const Problem& problem,
-                                        int j0) const {
-    const acc scale = static_cast<acc>(problem.softmax_scale);
-    const acc cap = static_cast<acc>(problem.softcap);
-    const acc to_cap = cap == acc(0) ? acc(0) : static_cast<acc>(1 / problem.softcap);
-    each(S, [&](int, int, acc s) { return s * scale; });
-    if (cap != acc(0)) each(S, [&](int, int, acc s) { return cap * tanhf(s * to_cap); });
-    if (slope_ != acc(0)) {
-      each(S, [&](int r, int key, acc s) {
-        return s - slope_ * static_cast<acc>(abs(diagonal_ + r - j0 - key));
-      });
-    }
-    if (bias_) {
-      acc bias[kFragments][kKeyTiles][4];
-      gather(bias, bias_, problem, problem.bias, bias_pairs_, j0);
+  // Of the thread's scores of a tile.
+  struct Entries {
+    acc bias[kFragments][kKeyTiles][4];
+    unsigned shown[kFragments];  // bit 4 n + x: score [n][x]
+  };
+
+  // Of the tile that begins with key j0. Where a key is not one, or a row not one of the work's, it
+  // reads a neighbour's. What there is none of becomes 0: ptxas would keep what was there before.
+  __device__ __forceinline__ void load(Entries& entries, const Problem& problem, int j0) const {
 #pragma unroll
-      for (int m = 0; m < kFragments; ++m) {
-#pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n) {
-#pragma unroll
-          for (int x = 0; x < 4; ++x) {
-            // A score of NaN or +inf must not bring back what -inf hides.
-            const bool hides = bias[m][n][x] == kMinusInfinity;
-            S[m][n][x] = hides ? kMinusInfinity : S[m][n][x] + bias[m][n][x];
-          }
-        }
-      }
-    }
+    for (int m = 0; m < kFragments; ++m) entries.shown[m] = 0;
     if (mask_) {
       uint8 mask[kFragments][kKeyTiles][4];
       gather(mask, mask_, problem, problem.mask, mask_pairs_, j0);
-#pragma unroll
-      for (int m = 0; m < kFragments; ++m) {
-#pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n) {
-#pragma unroll
-          for (int x = 0; x < 4; ++x) S[m][n][x] = mask[m][n][x] ? S[m][n][x] : kMinusInfinity;
-        }
-      }
+      each(mask, [&](int m, int n, int x, uint8 one) { entries.shown[m] |= one << (4 * n + x); });
+    }
+    each(entries.bias, [](int, int, int, acc& b) { b = acc(0); });
+    if (bias_) gather(entries.bias, bias_, problem, problem.bias, bias_pairs_, j0);
+  }
+
+  // Turns products of that tile into scores in nats.
+  __device__ __forceinline__ void apply(acc (&S)[kFragments][kKeyTiles][4], const Entries& entries,
+                                        const Problem& problem, int j0) const {
+    const acc scale = static_cast<acc>(problem.softmax_scale);
+    const acc cap = static_cast<acc>(problem.softcap);
+    each(S, [&](int, int, int, acc& s) { s *= scale; });
+    if (cap != acc(0)) {
+      const acc to_cap = static_cast<acc>(1 / problem.softcap);
+      each(S, [&](int, int, int, acc& s) { s = cap * tanhf(s * to_cap); });
+    }
+    if (slope_ != acc(0)) {
+      each(S, [&](int m, int n, int x, acc& s) {
+        const int from_diagonal = diagonal_ + lane_row(m, x / 2) - j0 - lane_key(n) - x % 2;
+        s -= slope_ * static_cast<acc>(abs(from_diagonal));
+      });
+    }
+    // A score of NaN or +inf must not bring back what is hidden.
+    if (bias_) {
+      each(S, [&](int m, int n, int x, acc& s) {
+        const acc bias = entries.bias[m][n][x];
+        s = bias == kMinusInfinity ? kMinusInfinity : s + bias;
+      });
+    }
+    if (mask_) {
+      each(S, [&](int m, int n, int x, acc& s) {
+        if (!(entries.shown[m] >> (4 * n + x) & 1)) s = kMinusInfinity;
+      });
     }
   }
 
@@ -85,17 +91,15 @@ class OwnScores {
   }
 
  private:
-  template <class Change>
-  static __device__ __forceinline__ void each(acc (&S)[kFragments][kKeyTiles][4],
+  template <class T, class Change>
+  static __device__ __forceinline__ void each(T (&entries)[kFragments][kKeyTiles][4],
                                               const Change& change) {
 #pragma unroll
     for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
-        for (int x = 0; x < 4; ++x) {
-          S[m][n][x] = change(lane_row(m, x / 2), lane_key(n) + x % 2, S[m][n][x]);
-        }
+        for (int x = 0; x < 4; ++x) change(m, n, x, entries[m][n][x]);
       }
     }
   }
@@ -110,6 +114,14 @@ class OwnScores {
     for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
+        if (h == 1 && view.row == 0) {  // one row for all queries
+#pragma unroll
+          for (int n = 0; n < kKeyTiles; ++n) {
+            entries[m][n][2] = entries[m][n][0];
+            entries[m][n][3] = entries[m][n][1];
+          }
+          continue;
+        }
         const T* const row = array + row_of(lane_row(m, h)) * view.row + j0 * view.col;
         if (whole) {
 #pragma unroll
