@@ -455,18 +455,19 @@ class Consumer {
     }
   }
 
-  // Scores of tile j that position hides become -inf.
+  // Scores of tile j that position hides become -inf. Most tiles that are masked are so on one side.
   __device__ __forceinline__ void hide(float (&S)[kScores], int j, const Work& work) const {
-    if (j >= work.unmasked_begin[c_] && j < work.unmasked_end[c_]) return;
     const int first_column = j * kBc + pin(threadIdx.x) % 4 * 2;
-    int end[kFragmentRows];
+    if (j >= work.unmasked_end[c_]) {
+      int end[kFragmentRows];
 #pragma unroll
-    for (int r = 0; r < kFragmentRows; ++r) {
-      const int key = work.end_key + row() + 8 * r;
-      end[r] = (key < work.seqlen_k ? key : work.seqlen_k) - first_column;
+      for (int r = 0; r < kFragmentRows; ++r) {
+        const int key = work.end_key + row() + 8 * r;
+        end[r] = (key < work.seqlen_k ? key : work.seqlen_k) - first_column;
+      }
+      hide_from(S, end);
     }
-    hide_from(S, end);
-    if (problem_.window_left >= 0) {
+    if (j < work.unmasked_begin[c_]) {
       const int first[] = {work.first_key + row() - first_column,
                            work.first_key + row() + 8 - first_column};
       hide_before(S, first);
