@@ -22,10 +22,11 @@
 // Pipeline   the tiles of all works are one stream. A consumer's step t: S_t = Q K_t^T and O +=
 //            P_t-1 V_t-1 are started together; the softmax of S_t runs while the second product
 //            does. Where t-1 was a work's last tile, O goes out at the end of the step. Maxima of
-//            rows are looked for in the first tile of a work and in masked ones, and in all of them
-//            beside ALiBi, bias or mask: see FragmentSoftmax. A consumer passes by the tiles that
-//            none of its queries sees. With ping-pong, the consumers start their products in turn,
-//            so that one's softmax runs under the other's:
+//            rows are looked for in the first tile of a work and in those that position masks; in
+//            those where ALiBi still rises; in all of them beside a bias that leaves no registers:
+//            see FragmentSoftmax. A consumer passes by the tiles that none of its queries sees.
+//            With ping-pong, the consumers start their products in turn, so that one's softmax runs
+//            under the other's:
 //              consumer 1   [QK PV]softmax ......[QK PV]softmax
 //              consumer 2   ......[QK PV]softmax ......[QK PV]softmax
 // Barriers   X_full (X = Q, K, V): a producer warp's arrival and TMA's bytes; consumers wait for it
@@ -44,7 +45,7 @@
 //            the product and the softmax. CUPYFLASH_SCORE_ARRAY = bias or mask adds that array, of
 //            the inputs' dtype or of bytes, behind them.
 // Rounding   ex2.approx for weights, __fdividef and __log2f once a row: 2^-22, far below what P and
-//            O lose in 16 bits.
+//            O lose in 16 bits; ex2_by_fma, 2^-18.5, for half of the weights beside a softcap.
 // Limits     head dims up to 256, sequences of less than 2^30, less than 2^31 works.
 //            softmax_scale, the cap and their ratio within 2^-100 to 2^100, 2^-20 to 2^20 with
 //            ALiBi. A bias or a mask, not both; as TMA takes it: columns contiguous, the other
@@ -93,6 +94,18 @@ __device__ __forceinline__ void start_outputs(float (&O)[kOutputs],
   for (int k = 0; k < kBc / 16; ++k) wgmma<kMma, true, true>(O, P[k], V + VTile::rows_step(k));
   wgmma_commit();
 }
+
+// Three consumers have no registers for a bias in the loop without maxima.
+constexpr bool kHasSteadyTiles = !kHasBias || kConsumers == 2;
+// After rows have outgrown their maxima, so many tiles are folded with new ones: scores that go on
+// to grow cost a few products of a warp's own in a work, not one for each tile.
+constexpr int kWaryTiles = 12;
+
+// Beside a softcap, half of the weights are made without the special-function unit. A bias or a
+// mask leaves no registers for that, and has scores of -inf.
+constexpr bool kWeighsByFma = kHasShift;
+// Bits that a key's weight loses by each step from the diagonal.
+constexpr float kSteepest = 4.0f;
 
 // A number as a type, for lambdas to take one that is known to the compiler.
 template <int n>
@@ -156,12 +169,15 @@ class Consumer {
     // Scores of tile j, the t-th of all, complete but for `pending` younger products, become
     // weights; true if O is to be rescaled.
     const auto weigh = [&](auto pending, unsigned t, int j) {
+      const SeenKeys seen = see_keys(t);
       wgmma_wait<pending>();
       wgmma_use(S);
-      if constexpr (kGeneral) change(S, j * kBc, work(works));
-      if constexpr (kHasScoreArray) take_array(S, t, works);
+      float shift[kFragmentRows] = {0.0f, 0.0f};
+      if constexpr (kGeneral) change(S, j * kBc, work(works), shift);
+      if constexpr (kHasScoreArray) take_array(S, t, seen, works);
+      if constexpr (kHasBias) give_array_back(t);
       hide(S, j, work(works));
-      const bool moved = softmax.fold(S, slope_, keep);
+      const bool moved = softmax.fold(S, slope_, shift, keep);
       // The weights are made before P V is complete, not after it: the compiler moves nothing
       // across both this use and the loop in a wait.
       wgmma_use(S);
@@ -209,6 +225,7 @@ class Consumer {
         continue;
       }
       int j = of_work.end - 1;
+      int falls_from = kGeneral ? rows_fall_from(of_work, work(works)) : 0;
       softmax = FragmentSoftmax();
       clear(O);
       wait_for_Q(Q_tiles);
@@ -230,28 +247,38 @@ class Consumer {
       for (;;) {
 #pragma unroll 1
         while (j > of_work.begin) {
-          // As long as nothing is masked and the rows are steady. ALiBi's rise all the way to the
-          // diagonal.
-          const bool steady = !kHasScoreArray && !alibi() && softmax.steady(slope_);
+          // As long as nothing is masked by position and the rows are steady.
+          const bool steady =
+              kHasSteadyTiles && (!kGeneral || j <= falls_from) && softmax.steady(slope_);
           int last = steady ? last_unmasked(j, work(works)) : j;
 #pragma unroll 1
           while (j > last) {
             --j;
             start_products(tiles);
+            const SeenKeys seen = see_keys(tiles + 1);
             wgmma_wait<1>();
             wgmma_use(S);
-            if constexpr (kGeneral) change(S, pin(j) * kBc, work(works));
-            bool grown[kFragmentRows];
-            const bool some = softmax.fold_steady(S, slope_, grown);
+            float shift[kFragmentRows] = {0.0f, 0.0f};
+            bool grown[kFragmentRows], some;
+            if (kWeighsByFma && to_cap_ != 0.0f && !alibi() && softmax.within(slope_)) {
+              // Tangents and weights between each other: a softcap is bound by one unit.
+              cap(S);
+              some = softmax.fold_steady<true>(S, slope_, shift, grown);
+            } else {
+              if constexpr (kGeneral) change(S, pin(j) * kBc, work(works), shift);
+              if constexpr (kHasScoreArray) take_array(S, tiles + 1, seen, works);
+              some = softmax.fold_steady<false>(S, slope_, shift, grown);
+            }
             wgmma_use(S);
             receive_outputs(tiles++);
             if (some) {
-              remake(S, grown, Turn<kQStages>(Q_tiles).stage, Turn<kStages>(tiles).stage, j * kBc,
-                     work(works));
+              remake(S, grown, Q_tiles, tiles, j * kBc, seen, work(works));
               softmax.fold_grown(S, slope_, grown, keep);
               scale_rows(O, keep);
-              if (!softmax.steady(slope_)) last = j;
+              if (kGeneral) falls_from = j - kWaryTiles;
+              if (kGeneral || !softmax.steady(slope_)) last = j;
             }
+            if constexpr (kHasBias) give_array_back(tiles);
             release_operands(tiles, j, of_work);
             pack_weights(S, P);
             if (j > of_work.begin) wait_for_K(tiles + 1);
@@ -277,6 +304,7 @@ class Consumer {
         const bool more = of_work.begin < of_work.end && of_work.skipped == 0;
         if (more) {
           j = of_work.end - 1;
+          if (kGeneral) falls_from = rows_fall_from(of_work, work(works));
           wait_for_Q(Q_tiles);
           wait_for_K(tiles + 1);
           start_products(tiles);
@@ -381,36 +409,96 @@ class Consumer {
 
   __device__ __forceinline__ bool alibi() const { return kGeneral && problem_.alibi_slopes.data; }
 
-  // Products of the keys from `first_key` on become scores: softcap, then ALiBi.
-  template <int n>
-  __device__ __forceinline__ void change(float (&S)[n], int first_key, const Work& work) const {
-    if (to_cap_ != 0.0f) {
+  // Products of the keys from `first_key` on become scores, all of them less shift[r]: softcap,
+  // then ALiBi.
+  __device__ __forceinline__ void change(float (&S)[kScores], int first_key, const Work& work,
+                                         float (&shift)[kFragmentRows]) const {
+    cap(S);
+    if (!alibi()) return;
+    // On one side of the diagonal of all queries of this consumer, what a key loses is linear in
+    // it, and an FMA by its number in the tile is all that differs from one to the next. Steeper
+    // slopes lose more to rounding there than where they are counted from the diagonal.
+    const int first = work.diagonal + c_ * kConsumerRows - first_key;  // of the first query
+    const bool before = first >= kBc - 1;
+    const bool linear = before || first <= 1 - kConsumerRows;
+    if (kHasShift && linear && fabsf(alibi_bits(work)) <= kSteepest) {
+      const float step = before ? work.alibi : -work.alibi;
+      const float diagonal =
+          static_cast<float>(work.diagonal + row() - first_key - pin(threadIdx.x) % 4 * 2);
+      shift[0] = -step * diagonal;
+      shift[1] = -step * (diagonal + 8.0f);
 #pragma unroll
-      for (int x = 0; x < n; ++x) S[x] = tanh_approx(S[x] * to_cap_);
-    }
-    if (alibi()) {
-      const int first_column = first_key + pin(threadIdx.x) % 4 * 2;
-      const float slope = work.alibi;
-      const float diagonal[] = {static_cast<float>(work.diagonal + row() - first_column),
-                                static_cast<float>(work.diagonal + row() + 8 - first_column)};
-#pragma unroll
-      for (int x = 0; x < n; ++x) {
-        const float distance = diagonal[x / 2 % 2] - static_cast<float>(x / 4 * 8 + x % 2);
-        S[x] = fmaf(-slope, fabsf(distance), S[x]);
+      for (int x = 0; x < kScores; ++x) {
+        S[x] = fmaf(step, static_cast<float>(x / 4 * 8 + x % 2), S[x]);
       }
+    } else {
+      add_alibi(S, first_key, work);
     }
   }
 
-  // This consumer's t-th tile of bias or mask changes S, of work n, or hides keys.
-  __device__ __forceinline__ void take_array(float (&S)[kScores], unsigned t, unsigned n) const {
-    wait_for_array(t);
-    const unsigned char* const tile = shared_.score_tile(Turn<kScoreStages>(t).stage, c_);
+  template <int n>
+  __device__ __forceinline__ void cap(float (&S)[n]) const {
+    if (to_cap_ == 0.0f) return;
+#pragma unroll
+    for (int x = 0; x < n; ++x) S[x] = tanh_approx(S[x] * to_cap_);
+  }
+
+  template <int n>
+  __device__ __forceinline__ void add_alibi(float (&S)[n], int first_key, const Work& work) const {
+    const int first_column = first_key + pin(threadIdx.x) % 4 * 2;
+    const float slope = work.alibi;
+    const float diagonal[] = {static_cast<float>(work.diagonal + row() - first_column),
+                              static_cast<float>(work.diagonal + row() + 8 - first_column)};
+#pragma unroll
+    for (int x = 0; x < n; ++x) {
+      const float distance = diagonal[x / 2 % 2] - static_cast<float>(x / 4 * 8 + x % 2);
+      S[x] = fmaf(-slope, fabsf(distance), S[x]);
+    }
+  }
+
+  // That a weight loses by each step away from the diagonal.
+  __device__ __forceinline__ float alibi_bits(const Work& work) const {
+    return work.alibi * (kHasBias ? work.unit : 1.0f) * slope_;
+  }
+
+  // The tile from which, going down, rows are not expected to outgrow their maxima. Those of ALiBi
+  // rise all the way to the diagonal: up to that of the first query, or where no more than kSlack
+  // is left to it.
+  __device__ __forceinline__ int rows_fall_from(const Tiles& tiles, const Work& work) const {
+    if (!alibi() || work.alibi <= 0.0f) return tiles.end;
+    const float left = fminf(__fdividef(FragmentSoftmax::kSlack, alibi_bits(work)), 1.0e9f);
+    return (work.diagonal + c_ * kConsumerRows + static_cast<int>(left)) / kBc;
+  }
+
+  // This consumer's t-th tile of mask, as bits; it is given back.
+  __device__ __forceinline__ SeenKeys see_keys(unsigned t) const {
+    SeenKeys seen{};
+    if constexpr (kHasMask) {
+      wait_for_array(t);
+      seen = read_mask<kScores>(score_tile(t), params_.score_rows == 1);
+      give_array_back(t);
+    }
+    return seen;
+  }
+
+  // The t-th tile of bias changes S, of work n, or that of mask hides keys.
+  __device__ __forceinline__ void take_array(float (&S)[kScores], unsigned t, const SeenKeys& seen,
+                                             unsigned n) const {
     if constexpr (kHasBias) {
+      wait_for_array(t);
+      const unsigned char* const tile = score_tile(t);
       add_bias(S, tile, params_.score_rows == 1, work(n).unit);
       if (work(n).careful) hide_by_bias(S, tile, params_.score_rows == 1);
     } else {
-      hide_by_mask(S, tile, params_.score_rows == 1);
+      hide_by_mask(S, seen);
     }
+  }
+
+  __device__ __forceinline__ const unsigned char* score_tile(unsigned t) const {
+    return shared_.score_tile(Turn<kScoreStages>(t).stage, c_);
+  }
+
+  __device__ __forceinline__ void give_array_back(unsigned t) const {
     __syncwarp();  // all lanes have read the tile
     release_array(t);
   }
@@ -423,18 +511,26 @@ class Consumer {
     if (zero != 0.0f && !work.careful) atomicOr(&work.redo, 1);
   }
 
-  // The scores of rows that have grown, where S holds weights: keys from first_key on, Q and K in
-  // these stages.
+  // The scores of rows that have grown, where S holds weights: of the t-th tile of K, whose keys
+  // are from first_key on, and the n-th of Q.
   __device__ __forceinline__ void remake(float (&S)[kScores], const bool (&grown)[kFragmentRows],
-                                         int Q_stage, int K_stage, int first_key,
-                                         const Work& work) const {
+                                         unsigned n, unsigned t, int first_key,
+                                         const SeenKeys& seen, const Work& work) const {
     const int warp = pin(threadIdx.x) / kWarpSize % 4;
-    const WarpScores scores(shared_.Q[Q_stage][c_], 16 * warp, shared_.K[K_stage]);
+    const WarpScores scores(shared_.Q[Turn<kQStages>(n).stage][c_], 16 * warp,
+                            shared_.K[Turn<kStages>(t).stage]);
 #pragma unroll 1
     for (int k = 0; k < kBc / 8; ++k) {
       float fresh[4];
       scores.make(fresh, 8 * k);
-      if constexpr (kGeneral) change(fresh, first_key + 8 * k, work);
+      if constexpr (kGeneral) {
+        cap(fresh);
+        if (alibi()) add_alibi(fresh, first_key + 8 * k, work);
+      }
+      if constexpr (kHasBias) {
+        take_bias(fresh, score_tile(t), params_.score_rows == 1, k, work.unit);
+      }
+      if constexpr (kHasMask) take_mask(fresh, seen, k);
 #pragma unroll
       for (int x = 0; x < 4; ++x) fresh[x] = grown[x / 2] ? fresh[x] : S[x];
 #pragma unroll
@@ -444,18 +540,20 @@ class Consumer {
     }
   }
 
-  // Scores of tile j that position hides become -inf.
+  // Scores of tile j that position hides become -inf. Most tiles that are masked are so on one
+  // side.
   __device__ __forceinline__ void hide(float (&S)[kScores], int j, const Work& work) const {
-    if (j >= work.unmasked_begin[c_] && j < work.unmasked_end[c_]) return;
     const int first_column = j * kBc + pin(threadIdx.x) % 4 * 2;
-    int end[kFragmentRows];
+    if (j >= work.unmasked_end[c_]) {
+      int end[kFragmentRows];
 #pragma unroll
-    for (int r = 0; r < kFragmentRows; ++r) {
-      const int key = work.end_key + row() + 8 * r;
-      end[r] = (key < work.seqlen_k ? key : work.seqlen_k) - first_column;
+      for (int r = 0; r < kFragmentRows; ++r) {
+        const int key = work.end_key + row() + 8 * r;
+        end[r] = (key < work.seqlen_k ? key : work.seqlen_k) - first_column;
+      }
+      hide_from(S, end);
     }
-    hide_from(S, end);
-    if (problem_.window_left >= 0) {
+    if (j < work.unmasked_begin[c_]) {
       const int first[] = {work.first_key + row() - first_column,
                            work.first_key + row() + 8 - first_column};
       hide_before(S, first);

@@ -342,3 +342,65 @@ def test_padding_at_both_ends_of_a_row_for_all_queries(name):
         for x in poisoned:
             x[hidden[:, :, 0]] = np.nan
         close(run(q, *poisoned, blocks=2, **options, **more), expected)
+
+
+@on_host_cuda
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("name", "head_dim"), [("mask", 64), ("bias", 128)])
+def test_rows_that_outgrow_their_maxima_beside_bias_or_mask(name, head_dim, dtype):
+    """By products or by the bias; with rows that see no key of the first tiles, and NaN."""
+    seqlen_q, seqlen_k = 70, 784
+    rng = np.random.default_rng(11)
+    q, k, v = qkv(11, 1, 2, seqlen_q, head_dim, seqlen_k=seqlen_k, heads_k=1, dtype=dtype)
+    trend = np.linspace(8, 0, seqlen_k)[:, None]  # the last keys come first
+    direction = rng.standard_normal(head_dim) / 8
+    strength = rng.choice([0, 0, 1, 30, 300], (seqlen_q, 1))
+    q = (q * 0.5 + np.sqrt(8 * strength) * direction).astype(dtype)
+    k = (k * 0.5 + trend * direction).astype(dtype)
+    array = entries(12, name, seqlen_q, seqlen_k, dtype=np.dtype(dtype)).copy()
+    nothing = False if name == "mask" else -np.inf
+    array[20:24, 300:] = array[40, :] = nothing
+    if name == "bias":
+        slope = rng.choice([0, 0.5, 4], (seqlen_q, 1))
+        array = (array + slope * trend[:, 0] * 8).astype(dtype)
+    options = {name: readable_by_tma(array, seqlen_k)}
+    unseen = np.s_[..., ::7, :]  # by every query
+    poisoned = k.copy(), v.copy()
+    for x, garbage in zip(poisoned, (np.nan, np.inf), strict=True):
+        x[unseen] = garbage
+    for more in ({}, {"causal": True}, {"alibi_slopes": [0.3, 0.004], "softcap": 30.0}):
+        clean = run(q, k, v, **options, **more)
+        close(clean, attention_reference(q, k, v, **options, **more))
+        again = run(q, *poisoned, **options, **more)
+        for x, y in zip(clean, again, strict=True):
+            assert x.tobytes() == y.tobytes()
+
+
+@on_host_cuda
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_alibi_over_many_tiles(causal, dtype):
+    """Slopes that rise by less than a bit in a tile, by many, and away from the diagonal."""
+    slopes = np.float32([0.001, 0.03, 0.9, 20, -0.05, 0])
+    for seqlen_q in (70, 900):
+        q, k, v = qkv(13, 1, len(slopes), seqlen_q, 64, seqlen_k=900, heads_k=1, dtype=dtype)
+        options = {"alibi_slopes": slopes, "causal": causal}
+        close(run(q, k, v, **options), attention_reference(q, k, v, **options))
+
+
+@on_host_cuda
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("softcap", [2.0, 30.0, 500.0])
+def test_weights_that_are_made_without_the_special_function_unit(softcap, head_dim):
+    """Over more than one tile, scores near the cap, and NaN in a key and in a query."""
+    q, k, v = qkv(14, 1, 2, 70, head_dim, seqlen_k=500, dtype=BFLOAT16)
+    q = (q * np.linspace(0.1, 20, 70)[:, None]).astype(BFLOAT16)
+    expected = attention_reference(q, k, v, softcap=softcap)
+    close(run(q, k, v, softcap=softcap), expected)
+    q[:, 0, 5] = np.nan
+    k[:, 1, 33] = k[:, 1, 40] = np.nan
+    o, _ = run(q, k, v, softcap=softcap)
+    assert np.isnan(o[0, 0, 5].astype("f4")).all()
+    assert np.isnan(o[0, 1].astype("f4")).all()
+    others = np.arange(70) != 5
+    np.testing.assert_array_equal(np.isnan(o[0, 0, others].astype("f4")), False)

@@ -13,6 +13,8 @@
 namespace cupyflash {
 
 constexpr int kFragmentRows = 2;
+// Beside bias or mask it has no registers.
+constexpr bool kHasShift = kGeneral && !kHasScoreArray;
 
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
@@ -22,6 +24,22 @@ __device__ __forceinline__ float quad_max(float x) {
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(kFullWarp, x, 1);
   return x + __shfl_xor_sync(kFullWarp, x, 2);
+}
+
+// 2^x for |x| <= 126, by nine instructions that leave the special-function unit alone: x is an
+// integer, by the rounding of a sum, and a rest of at most 1/2, whose power is a polynomial. Off by
+// no more than 2^-18.5. A NaN may become a large number: see fold_steady.
+__device__ __forceinline__ float ex2_by_fma(float x) {
+  constexpr float kToInteger = 12582912.0f;  // 1.5 * 2^23: the sum's lowest bits are the integer
+  const float sum = x + kToInteger;
+  const float rest = x - (sum - kToInteger);
+  float power = 0.009570091962814331f;
+  power = fmaf(power, rest, 0.05591786280274391f);
+  power = fmaf(power, rest, 0.2402474582195282f);
+  power = fmaf(power, rest, 0.6931217908859253f);
+  power = fmaf(power, rest, 0.9999992847442627f);
+  return __builtin_bit_cast(
+      float, __builtin_bit_cast(unsigned, power) + (__builtin_bit_cast(unsigned, sum) << 23));
 }
 
 __device__ __forceinline__ bool quad_any(bool x) {
@@ -52,6 +70,8 @@ __device__ __forceinline__ void hide_before(float (&S)[n], const int (&first)[kF
 // maximum, only near enough to it. So it is looked for where a row begins and where tiles are
 // masked (fold); from there on tiles are folded by the m that is there (fold_steady), and a new one
 // is looked for only by rows that get a weight beyond kRoom (fold_grown).
+// Where kHasShift, S may lack a number `shift` that is the same in all of a row's scores of a tile,
+// what ALiBi takes on the way from the diagonal to the tile. It goes into base.
 // One FMA makes the exponent: it rounds base, by the same amount in every weight of the row and in
 // l, which cancels. From kLargeBase on that rounding would exceed what a 16-bit P can hold: there m
 // is taken from the scores first, which is exact for those that are near it, and base is 0.
@@ -73,12 +93,15 @@ struct FragmentSoftmax {
 
   // Turns S into weights. True if m has moved: then O is to be multiplied by keep.
   template <int n>
-  __device__ __forceinline__ bool fold(float (&S)[n], float slope, float (&keep)[kFragmentRows]) {
+  __device__ __forceinline__ bool fold(float (&S)[n], float slope,
+                                       const float (&shift)[kFragmentRows],
+                                       float (&keep)[kFragmentRows]) {
     float base[kFragmentRows], offset[kFragmentRows];
     bool moved = false;
 #pragma unroll
     for (int r = 0; r < kFragmentRows; ++r) {
-      const float top = quad_max(fmaxf(m[r], row_max(S, r)));
+      const float there = kHasShift ? row_max(S, r) + shift[r] : row_max(S, r);
+      const float top = quad_max(fmaxf(m[r], there));
       const float m_old = m[r];
       const bool moves = slope * (top - m_old) > kSlack;  // false where nothing was seen yet
       m[r] = moves ? top : m_old;
@@ -86,6 +109,9 @@ struct FragmentSoftmax {
       keep[r] = moves ? factor : 1.0f;
       l[r] *= keep[r];
       moved = moved || moves;
+      const bool large = offset[r] != 0.0f;
+      if (kHasShift && large) offset[r] -= shift[r];
+      if (kHasShift && !large) base[r] = fmaf(-slope, shift[r], base[r]);
     }
     subtract(S, offset);
 #pragma unroll
@@ -102,14 +128,27 @@ struct FragmentSoftmax {
                       fabsf(slope * m[0]) < kLargeBase && fabsf(slope * m[1]) < kLargeBase);
   }
 
+  // Whether all exponents are such as ex2_by_fma takes, of scores from -1 to 1 without a shift.
+  __device__ __forceinline__ bool within(float slope) const {
+    const float widest = fmaxf(fabsf(m[0]), fabsf(m[1])) + 1.0f;
+    return __all_sync(kFullWarp, slope * widest < 126.0f);
+  }
+
   // Turns S into weights by the m that is there. True, in all lanes, if some row has grown too
   // large for it: then S is to be made again in the rows that `grown` tells of, for fold_grown.
-  template <int n>
+  // If `by_fma`, half of the weights are made without the special-function unit; `within` said that
+  // they may be. (There a NaN is at worst a weight beyond kRoom; fold_grown makes it a NaN.)
+  template <bool by_fma, int n>
   __device__ __forceinline__ bool fold_steady(float (&S)[n], float slope,
+                                              const float (&shift)[kFragmentRows],
                                               bool (&grown)[kFragmentRows]) {
-    const float base[] = {slope * m[0], slope * m[1]};
+    const float base[] = {slope * (kHasShift ? m[0] - shift[0] : m[0]),
+                          slope * (kHasShift ? m[1] - shift[1] : m[1])};
 #pragma unroll
-    for (int x = 0; x < n; ++x) S[x] = ex2_approx(fmaf(S[x], slope, -base[x / 2 % 2]));
+    for (int x = 0; x < n; ++x) {
+      const float exponent = fmaf(S[x], slope, -base[x / 2 % 2]);
+      S[x] = by_fma && x % 2 ? ex2_by_fma(exponent) : ex2_approx(exponent);
+    }
     float sum[kFragmentRows];
 #pragma unroll
     for (int r = 0; r < kFragmentRows; ++r) {

@@ -4,8 +4,9 @@
 // Consumer c has kScoreStages tiles of its own, of its 64 queries x Bc keys, swizzled as TMA lays
 // them down. Where one row is for all queries (params.score_rows = 1) only that row is loaded.
 //   warp 3      loads them. scores_full: its arrival and TMA's bytes.
-//   consumer c  reads its tile between the product and the softmax. scores_empty: its warps have
-//               done so, and warp 2 (careful works), or warp 3 in its place.
+//   consumer c  turns its tile of mask into bits while the product runs, and adds its tile of bias
+//               to the scores; that is kept until no row needs its scores once more. scores_empty:
+//               its warps have done so, and warp 2 (careful works), or warp 3 in its place.
 //
 // What a bias or mask hides has weight 0, but 0 * NaN is NaN, in V and, where the sum with a bias
 // of -inf hides, in scores. Looking for NaN in every tile would cost up to a step of its own. So
@@ -83,6 +84,7 @@ __device__ __forceinline__ void leave_out_hidden_tiles(Work& work, const Sm90Par
 #pragma unroll 1
   for (int c = 0; c < kConsumers; ++c) {
     work.end_of[c] = max(work.begin, min(work.end_of[c], work.end));
+    work.unmasked_begin[c] = max(work.begin, work.unmasked_begin[c]);
   }
 }
 
@@ -257,26 +259,85 @@ __device__ __forceinline__ void hide_by_bias(float (&S)[n], const unsigned char*
   });
 }
 
+// What the mask says of the keys of two rows that a thread holds scores of, from its own first
+// column on: bit 8 (2 h + e) + g is that of key 16 g + 8 h + e. Bytes of the mask are 0 or 1.
+struct SeenKeys {
+  unsigned rows[kFragmentRows];
+
+  // Whether all of n scores are seen.
+  template <int n>
+  __device__ __forceinline__ bool all() const {
+    constexpr unsigned kAll = ((1u << n / 8) - 1u) * 0x01010101u;
+    return rows[0] == kAll && rows[1] == kAll;
+  }
+  __device__ __forceinline__ bool has(int r, int j, int e) const {
+    return rows[r] >> (j % 2 * 16 + e * 8 + j / 2) & 1u;
+  }
+};
+
+// Of a tile of Bc = 2 n keys.
+template <int n>
+__device__ __forceinline__ SeenKeys read_mask(const unsigned char* tile, bool one_row) {
+  static_assert(n % 16 == 0 && n <= 64, "32 keys are read at once, and a row's bits are one word");
+  // The matrices of ldmatrix are 8 rows of 16 keys here, of which lane q of a quad gets 4 q to
+  // 4 q + 3. Its bytes take the bits of each 16 keys.
+  const int thread = pin(threadIdx.x % kWarpgroup);  // recomputed: registers are short
+  const int lane = thread % kWarpSize;
+  const int row = one_row ? 0 : thread / kWarpSize * 16 + lane % 16;
+  const unsigned first = shared_address(tile) + ScoreTile::byte_of(row, lane / 16);
+  unsigned keys[kFragmentRows] = {0, 0};
+#pragma unroll
+  for (int k = 0; k < n / 16; ++k) {
+    constexpr int kUnits = ScoreTile::kRowBytes / 16;
+    unsigned bytes[4];
+    ldmatrix_x4(bytes, (first ^ 2 * k % kUnits * 16) + 2 * k / kUnits * ScoreTile::kSlabBytes);
+#pragma unroll
+    for (int x = 0; x < 4; ++x) keys[x % 2] += bytes[x] << 2 * k + x / 2;
+  }
+  // A thread's scores are of keys 2 q, 2 q + 1, 8 + 2 q and 8 + 2 q + 1.
+  SeenKeys seen;
+  const int q = lane % 4;
+#pragma unroll
+  for (int r = 0; r < kFragmentRows; ++r) {
+    const unsigned lower = __shfl_sync(kFullWarp, keys[r], lane - q + q / 2);
+    const unsigned upper = __shfl_sync(kFullWarp, keys[r], lane - q + q / 2 + 2);
+    seen.rows[r] = __byte_perm(lower, upper, q % 2 ? 0x7632 : 0x5410);
+  }
+  return seen;
+}
+
 // Scores that the mask hides become -inf.
 template <int n>
-__device__ __forceinline__ void hide_by_mask(float (&S)[n], const unsigned char* tile,
-                                             bool one_row) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int row = one_row ? 0 : threadIdx.x / kWarpSize % 4 * 16 + lane / 4;
-  const unsigned first = ScoreTile::byte_of(row, 0) + lane % 4 * 2;
-  const unsigned lower = one_row ? 0 : 8 * ScoreTile::kRowBytes;
+__device__ __forceinline__ void hide_by_mask(float (&S)[n], const SeenKeys& seen) {
+  if (__all_sync(kFullWarp, seen.all<n>())) return;
 #pragma unroll
-  for (int k = 0; k < n / 8; ++k) {
-    constexpr int kUnits = ScoreTile::kRowBytes / 16;
-    const unsigned at = (first ^ k % kUnits * 16) + k / kUnits * ScoreTile::kSlabBytes;
+  for (int x = 0; x < n; ++x) {
+    if (!seen.has(x / 2 % 2, x / 4, x % 2)) S[x] = kMinusInfinity;
+  }
+}
+
+// The same of a thread's four scores of the j-th 8 keys.
+__device__ __forceinline__ void take_mask(float (&S)[4], const SeenKeys& seen, int j) {
 #pragma unroll
-    for (int x = 0; x < 4; ++x) {
-      // x counts as in the accumulators: the upper row and the lower one of 8 keys, then of 8 more.
-      const unsigned seen =
-          *reinterpret_cast<const unsigned short*>(tile + at + x % 2 * lower + x / 2 * 8);
-      if (!(seen & 0x00ff)) S[8 * k + 2 * x] = kMinusInfinity;
-      if (!(seen & 0xff00)) S[8 * k + 2 * x + 1] = kMinusInfinity;
-    }
+  for (int x = 0; x < 4; ++x) {
+    if (!seen.has(x / 2, j, x % 2)) S[x] = kMinusInfinity;
+  }
+}
+
+// And what add_bias and hide_by_bias do.
+__device__ __forceinline__ void take_bias(float (&S)[4], const unsigned char* tile, bool one_row,
+                                          int j, float unit) {
+  const int thread = pin(threadIdx.x % kWarpgroup);
+  const int lane = thread % kWarpSize;
+#pragma unroll
+  for (int r = 0; r < kFragmentRows; ++r) {
+    const int row = one_row ? 0 : thread / kWarpSize * 16 + lane / 4 + 8 * r;
+    const unsigned bias =
+        reinterpret_cast<const unsigned*>(tile + ScoreTile::byte_of(row, j))[lane % 4];
+    S[2 * r] = fmaf(S[2 * r], unit, lower_half(bias));
+    S[2 * r + 1] = fmaf(S[2 * r + 1], unit, upper_half(bias));
+    if ((bias ^ kHiddenPattern) << 16 == 0) S[2 * r] = kMinusInfinity;
+    if ((bias ^ kHiddenPattern) >> 16 == 0) S[2 * r + 1] = kMinusInfinity;
   }
 }
 
