@@ -79,10 +79,8 @@ struct Sm90Float32Params {
 constexpr int kWarpgroup = 128;
 constexpr int kConsumerRows = 64;  // the rows of one wgmma
 constexpr int kConsumers = kBr / kConsumerRows;
-// Whether P V of a tile is made beside the softmax of the next one.
-constexpr bool kOverlaps = kHeadDim == 64 || !kGeneral;
-constexpr int kProducerRegisters = kOverlaps ? 88 : 104;  // of the 168 that a thread starts with
-constexpr int kConsumerRegisters = kOverlaps ? 208 : 200;
+constexpr int kProducerRegisters = 104;  // the 168 that a thread starts with, shared out anew
+constexpr int kConsumerRegisters = 200;
 static_assert(kConsumers == 2 && kFragments == 1, "a warp owns 16 rows");
 
 using QTile = SwizzledTile<kConsumerRows, kHeadDim>;
@@ -96,7 +94,7 @@ constexpr int kScores = kBc / 2;  // floats of a thread: 64 x Bc over 128 thread
 constexpr int kColumns = kHeadDimV % 64 == 0 ? 64 : kHeadDimV;
 constexpr int kSums = kColumns / 2;
 // Parts of Q that a consumer holds in registers, where there are some left.
-constexpr int kHeldParts = kHeadDim == 64 && !kGeneral ? 2 : 0;
+constexpr int kHeldParts = kHeadDim == 64 ? 2 : 0;
 
 // What the threads of a block know of its work. In shared memory: there are no registers for it.
 struct WorkOfBlock {
@@ -108,8 +106,6 @@ struct WorkOfBlock {
   OwnScores scores;
   int dv0;  // first column of V, and how many there are
   int dv;
-  const float* K;  // of the head; V from its first column on
-  const float* V;
 
   __device__ explicit WorkOfBlock(const Sm90Float32Params& params)
       : work(params, 1, blockIdx.x),
@@ -120,38 +116,35 @@ struct WorkOfBlock {
         scores(params.problem, at, rows, rows.i0 + band.offset, params.bias_vectors,
                params.mask_vectors),
         dv0(work.slice * kHeadDimV),
-        dv(within(params.problem.head_dim_v - dv0, kHeadDimV)),
-        K(static_cast<const float*>(params.problem.k.data) +
-          at.offset(params.problem.k, at.head_k)),
-        V(static_cast<const float*>(params.problem.v.data) +
-          at.offset(params.problem.v, at.head_k) + dv0 * params.problem.v.col) {}
+        dv(within(params.problem.head_dim_v - dv0, kHeadDimV)) {}
 };
 
-// The tiles of keys that one consumer visits. Rows that are not there see what the last one does.
-struct ConsumerTiles {
-  int begin;  // tiles of the work, of which some row sees some key by position
-  int end;
-  int all_begin;  // keys that every row sees
+// Keys that the rows of one consumer see by position. Rows that are not there see what the last one
+// does.
+struct ConsumerKeys {
+  int some_begin;  // some row sees them
+  int some_end;
+  int all_begin;  // every row does
   int all_end;
 
-  __device__ ConsumerTiles(const QueryRows& rows, const TileBand& band, const KeyBounds& keys,
-                           int c)
-      : ConsumerTiles(band, keys, rows.i0 + min(c * kConsumerRows, rows.rows - 1),
-                      rows.i0 + min((c + 1) * kConsumerRows, rows.rows) - 1) {}
+  __device__ ConsumerKeys(const QueryRows& rows, const TileBand& band, int c)
+      : ConsumerKeys(band, rows.i0 + min(c * kConsumerRows, rows.rows - 1),
+                     rows.i0 + min((c + 1) * kConsumerRows, rows.rows) - 1) {}
 
   // Of the tile that begins with key j0.
-  __device__ __forceinline__ bool plain(int j0) const {
+  __device__ __forceinline__ bool some(int j0) const {
+    return j0 < some_end && j0 + kBc > some_begin;
+  }
+  __device__ __forceinline__ bool all(int j0) const {
     return j0 >= all_begin && j0 + kBc <= all_end;
   }
 
  private:
-  __device__ ConsumerTiles(const TileBand& band, const KeyBounds& keys, int first, int last)
-      : begin(keys.begin), end(keys.begin), all_begin(band.first(last)), all_end(band.end(first)) {
-    const int some_begin = band.first(first), some_end = band.end(last);
-    if (some_end <= some_begin) return;
-    begin = max(begin, min(some_begin / kBc, keys.end));
-    end = max(begin, min(ceil_div(some_end, kBc), keys.end));
-  }
+  __device__ ConsumerKeys(const TileBand& band, int first, int last)
+      : some_begin(band.first(first)),
+        some_end(band.end(last)),
+        all_begin(band.first(last)),
+        all_end(band.end(first)) {}
 };
 
 struct Shared {
@@ -161,7 +154,7 @@ struct Shared {
   Mbarrier K_full[kStages], K_empty[kStages];
   Mbarrier V_full[kStages], V_empty[kStages];
   WorkOfBlock block;
-  ConsumerTiles tiles[kConsumers];
+  ConsumerKeys keys[kConsumers];
   // Of what has NaN or Inf: 1 for Q, 1 + j for tile j.
   int Q_special[kConsumers], K_special[kStages], V_special[kStages];
 };
@@ -186,24 +179,25 @@ __device__ __forceinline__ void hold_queries(const unsigned char* tiles, Queries
   }
 }
 
-// S = Q K^T, started: the products of six pairs of parts.
+// D = sum of the products of `pairs` pairs of parts, the last ones of the six.
+template <int pairs>
 __device__ __forceinline__ void start_scores(float (&S)[kScores], const Queries& held,
                                              unsigned long long Q, unsigned long long K) {
 #pragma unroll
-  for (int pair = 0; pair < kPairs; ++pair) {
+  for (int pair = kPairs - pairs; pair < kPairs; ++pair) {
     const int part = left_part(pair);
     const unsigned long long q = Q + part * (QTile::kBytes / 16);
     const unsigned long long key = K + right_part(pair) * (KTile::kBytes / 16);
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k) {
       if (part < kHeldParts) {
-        if (pair == 0 && k == 0) {
+        if (pair == kPairs - pairs && k == 0) {
           wgmma<MmaType::kBf16, false, false>(S, held[part < kHeldParts ? part : 0][k], key);
         } else {
           wgmma<MmaType::kBf16, true, false>(S, held[part < kHeldParts ? part : 0][k],
                                              key + KTile::columns_step(k));
         }
-      } else if (pair == 0 && k == 0) {
+      } else if (pair == kPairs - pairs && k == 0) {
         wgmma<MmaType::kBf16, false, false>(S, q, key);
       } else {
         wgmma<MmaType::kBf16, true, false>(S, q + QTile::columns_step(k),
@@ -213,32 +207,6 @@ __device__ __forceinline__ void start_scores(float (&S)[kScores], const Queries&
   }
   wgmma_commit();
 }
-__device__ __forceinline__ bool finite(float x) { return fabsf(x) < -kMinusInfinity; }
-
-// Scores that came out as NaN or Inf, of first parts alone. One by one: few are asked for, and there
-// are no registers for a second sum.
-__device__ __forceinline__ void mend_scores(float (&S)[kScores], const unsigned char* Q,
-                                            const unsigned char* K) {
-  const int lane = threadIdx.x % kWarpSize;
-  unsigned left = 0;
-#pragma unroll
-  for (int x = 0; x < kScores; ++x) left |= !finite(S[x]) << x;
-#pragma unroll 1
-  for (; left; left &= left - 1) {
-    const int at = __ffs(left) - 1;
-    const int row = threadIdx.x % kWarpgroup / kWarpSize * 16 + lane / 4 + at / 2 % 2 * 8;
-    const int key = at / 4 * 8 + lane % 4 * 2 + at % 2;
-    float sum = 0.0f;
-#pragma unroll 1
-    for (int k = 0; k < kHeadDim; ++k) {
-      sum = fmaf(first_part<QTile>(Q, row, k), first_part<KTile>(K, key, k), sum);
-    }
-#pragma unroll
-    for (int x = 0; x < kScores; ++x) S[x] = x == at ? sum : S[x];
-  }
-}
-
-// P V, started: of the last `pairs` pairs of parts.
 template <int pairs>
 __device__ __forceinline__ void start_outputs(float (&PV)[kSums],
                                               const unsigned (&P)[kParts][kBc / 16][4],
@@ -273,6 +241,8 @@ __device__ __forceinline__ void split_weights(const float (&S)[kScores],
   }
 }
 
+__device__ __forceinline__ bool finite(float x) { return fabsf(x) < -kMinusInfinity; }
+
 // Every warp of the consumers says that it has read a buffer.
 __device__ __forceinline__ void release(Mbarrier& empty) {
   if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(empty);
@@ -282,41 +252,39 @@ __device__ __forceinline__ void release(Mbarrier& empty) {
 __device__ __forceinline__ void load_keys(const Sm90Float32Params& params, Shared& shared) {
   const WorkOfBlock& block = shared.block;
   const Problem& problem = params.problem;
-  const KeyBounds& keys = block.keys;
-  const auto load_K = [&](int j) {
+  const KeyBounds keys = block.keys;
+  const float* const K =
+      static_cast<const float*>(problem.k.data) + block.at.offset(problem.k, block.at.head_k);
+  const float* const V = static_cast<const float*>(problem.v.data) +
+                         block.at.offset(problem.v, block.at.head_k) + block.dv0 * problem.v.col;
+#pragma unroll 1
+  for (int j = keys.begin; j < keys.end; ++j) {
     const Turn<kStages> turn(j - keys.begin);
     const int j0 = j * kBc;
+    const int begin = keys.keys_begin - j0, end = keys.keys_end - j0;
     const int thread = pin(threadIdx.x) % kWarpgroup;  // what follows from it is found out anew
-    const KParts parts(thread, static_cast<int>(problem.head_dim), problem.k.col, params.k_vectors);
-    const bool special = parts.load(
-        shared.K[turn.stage], keys.keys_begin - j0, keys.keys_end - j0, 1.0f,
-        [&](int r) { return block.K + (j0 + r) * problem.k.row; },
-        [&] { mbarrier_wait(shared.K_empty[turn.stage], turn.parity ^ 1); },
-        [](int) { return true; });
-    if (special) shared.K_special[turn.stage] = 1 + j;
+    const KParts K_parts(thread, static_cast<int>(problem.head_dim), problem.k.col,
+                         params.k_vectors);
+    if (K_parts.load(
+            shared.K[turn.stage], begin, end, 1.0f,
+            [&](int r) { return K + (j0 + r) * problem.k.row; },
+            [&] { mbarrier_wait(shared.K_empty[turn.stage], turn.parity ^ 1); },
+            [](int) { return true; })) {
+      shared.K_special[turn.stage] = 1 + j;
+    }
     fence_proxy_async_shared();
     mbarrier_arrive(shared.K_full[turn.stage]);
-  };
-  const auto load_V = [&](int j) {
-    const Turn<kStages> turn(j - keys.begin);
-    const int j0 = j * kBc;
-    const int thread = pin(threadIdx.x) % kWarpgroup;
-    const VParts parts(thread, block.dv, problem.v.col, params.v_vectors);
+    const VParts V_parts(thread, block.dv, problem.v.col, params.v_vectors);
     // A weight of 0 takes no NaN away: what no row sees may not get there.
-    const bool special = parts.load(
-        shared.V[turn.stage], keys.keys_begin - j0, keys.keys_end - j0, 1.0f,
-        [&](int r) { return block.V + (j0 + r) * problem.v.row; },
-        [&] { mbarrier_wait(shared.V_empty[turn.stage], turn.parity ^ 1); },
-        [&](int r) { return !kGeneral || block.scores.shown(problem, j0 + r); });
-    if (special) shared.V_special[turn.stage] = 1 + j;
+    if (V_parts.load(
+            shared.V[turn.stage], begin, end, 1.0f,
+            [&](int r) { return V + (j0 + r) * problem.v.row; },
+            [&] { mbarrier_wait(shared.V_empty[turn.stage], turn.parity ^ 1); },
+            [&](int r) { return !kGeneral || block.scores.shown(problem, j0 + r); })) {
+      shared.V_special[turn.stage] = 1 + j;
+    }
     fence_proxy_async_shared();
     mbarrier_arrive(shared.V_full[turn.stage]);
-  };
-  // In the order in which they are needed.
-#pragma unroll 1
-  for (int j = keys.begin; j < keys.end + kOverlaps; ++j) {
-    if (j < keys.end) load_K(j);
-    if (j > keys.begin || !kOverlaps) load_V(j - kOverlaps);
   }
 }
 
@@ -368,135 +336,84 @@ __device__ __forceinline__ void attend(const Sm90Float32Params& params, Shared& 
   TileSoftmax softmax(scale);
   float O[1][kHeadDimV / 8][4] = {};
 
-  const ConsumerTiles& tiles = shared.tiles[c];
-  const auto turn_of = [&](int j) { return Turn<kStages>(j - block.keys.begin); };
-  float S[1][kBc / 8][4];
-  float (&S_sum)[kScores] = reinterpret_cast<float (&)[kScores]>(S);
-  unsigned P[kParts][kBc / 16][4];
-  float PV[kSums];
-  float keep[1][2];
-  OwnScores::Entries entries;
-  // Descriptors are made anew for each tile: there are no registers to keep them in.
-  const auto Q_matrix = [&] {
-    return advanced(QTile::by_columns(shared.Q[0]), pin(c) * QParts::kBytes / 16);
-  };
-  const auto K_matrix = [&](int j) {
-    return advanced(KTile::by_columns(shared.K[0]), turn_of(j).stage * KParts::kBytes / 16);
-  };
-  const auto V_matrix = [&](int j, int column) {
-    const int slab = column / VTile::kSlabCols * VTile::kSlabBytes;
-    return advanced(VTile::by_rows(shared.V[0]), (turn_of(j).stage * VParts::kBytes + slab) / 16);
-  };
-  const auto wait_for = [&](Mbarrier(&full)[kStages], int j) {
-    mbarrier_wait(full[turn_of(j).stage], turn_of(j).parity);
-  };
-  // A tile that none of these rows sees.
-  const auto pass_by = [&](int j) {
-    wait_for(shared.K_full, j);
-    wait_for(shared.V_full, j);
-    __syncwarp();
-    release(shared.K_empty[turn_of(j).stage]);
-    release(shared.V_empty[turn_of(j).stage]);
-  };
-  // The products of tile j become weights.
-  const auto weigh = [&](int j) {
-    wgmma_use(S_sum);
-    if (shared.K_special[turn_of(j).stage] == 1 + j || shared.Q_special[c]) {
-      mend_scores(S_sum, shared.Q[c], shared.K[turn_of(j).stage]);
+  const ConsumerKeys& keys = shared.keys[c];
+#pragma unroll 1
+  for (int j = block.keys.begin; j < block.keys.end; ++j) {
+    const Turn<kStages> turn(j - block.keys.begin);
+    const int j0 = j * kBc;
+    mbarrier_wait(shared.K_full[turn.stage], turn.parity);
+    if (!keys.some(j0)) {
+      __syncwarp();
+      release(shared.K_empty[turn.stage]);
+      mbarrier_wait(shared.V_full[turn.stage], turn.parity);
+      __syncwarp();
+      release(shared.V_empty[turn.stage]);
+      continue;
     }
-    release(shared.K_empty[turn_of(j).stage]);
-    if constexpr (kGeneral) block.scores.apply(S, entries, problem, j * kBc);
-    if (!tiles.plain(j * kBc)) hide_by_position(S, block.rows, block.band, j * kBc);
-    softmax.settle(S, O, keep);
+    float S[1][kBc / 8][4];
+    float (&S_sum)[kScores] = reinterpret_cast<float (&)[kScores]>(S);
+    // Made anew for each tile: there are no registers to keep it in.
+    const unsigned long long Q =
+        advanced(QTile::by_columns(shared.Q[0]), pin(c) * QParts::kBytes / 16);
+    const unsigned long long K =
+        advanced(KTile::by_columns(shared.K[0]), turn.stage * KParts::kBytes / 16);
+    wgmma_fence();
+    start_scores<kPairs>(S_sum, held, Q, K);
+    OwnScores::Entries entries;
+    if constexpr (kGeneral) block.scores.load(entries, problem, j0);
+    wgmma_wait<0>();
+    wgmma_use(S_sum);
+    if (shared.K_special[turn.stage] == 1 + j || shared.Q_special[c]) {
+      float first[kScores];
+      wgmma_fence();
+      start_scores<1>(first, held, Q, K);
+      wgmma_wait<0>();
+      wgmma_use(first);
+#pragma unroll
+      for (int x = 0; x < kScores; ++x) S_sum[x] = finite(S_sum[x]) ? S_sum[x] : first[x];
+    }
+    release(shared.K_empty[turn.stage]);
+    if constexpr (kGeneral) block.scores.apply(S, entries, problem, j0);
+    if (!keys.all(j0)) hide_by_position(S, block.rows, block.band, j0);
+    softmax.settle(S, O);
     softmax.weigh(S);
-    wgmma_use(S_sum);  // before P V is complete, not after it
-  };
-  // O = keep (O + P V_j), the first of whose columns are started; keep is in O already.
-  const auto receive_outputs = [&](int j) {
-    const bool special = shared.V_special[turn_of(j).stage] == 1 + j;
+    unsigned P[kParts][kBc / 16][4];
+    split_weights(S_sum, P);
+
+    mbarrier_wait(shared.V_full[turn.stage], turn.parity);
+    const bool special = shared.V_special[turn.stage] == 1 + j;
 #pragma unroll
     for (int column = 0; column < kHeadDimV; column += kColumns) {
-      if (column > 0) {
-        wgmma_fence();
-        start_outputs<kPairs>(PV, P, V_matrix(j, column));
-      }
+      float PV[kSums];
+      const unsigned long long V = advanced(
+          VTile::by_rows(shared.V[0]),
+          (turn.stage * VParts::kBytes + column / VTile::kSlabCols * VTile::kSlabBytes) / 16);
+      wgmma_fence();
+      start_outputs<kPairs>(PV, P, V);
       wgmma_wait<0>();
       wgmma_use(PV);
       unsigned long long left = 0;  // sums that are to be made once more
 #pragma unroll
       for (int x = 0; x < kSums; ++x) {
-        float& sum = O[0][column / 8 + x / 4][x % 4];
         if (special && !finite(PV[x])) {
           left |= 1ull << x;
         } else {
-          sum = fmaf(PV[x], keep[0][x / 2 % 2], sum);
+          O[0][column / 8 + x / 4][x % 4] += PV[x];
         }
       }
       if (special) {
         wgmma_fence();
-        start_outputs<1>(PV, P, V_matrix(j, column));
+        start_outputs<1>(PV, P, V);
         wgmma_wait<0>();
         wgmma_use(PV);
 #pragma unroll
         for (int x = 0; x < kSums; ++x) {
-          float& sum = O[0][column / 8 + x / 4][x % 4];
-          if (left >> x & 1) sum = fmaf(PV[x], keep[0][x / 2 % 2], sum);
+          if (left >> x & 1) O[0][column / 8 + x / 4][x % 4] += PV[x];
         }
       }
     }
-    release(shared.V_empty[turn_of(j).stage]);
-  };
-
-#pragma unroll 1
-  for (int j = block.keys.begin; j < tiles.begin; ++j) pass_by(j);
-  int j = tiles.begin;
-  if constexpr (!kOverlaps) {
-#pragma unroll 1
-    for (; j < tiles.end; ++j) {
-      wait_for(shared.K_full, j);
-      wgmma_fence();
-      start_scores(S_sum, held, Q_matrix(), K_matrix(j));
-      block.scores.load(entries, problem, j * kBc);
-      wgmma_wait<0>();
-      weigh(j);
-      keep[0][0] = keep[0][1] = 1.0f;  // P V is weighed by the same m
-      split_weights(S_sum, P);
-      wait_for(shared.V_full, j);
-      wgmma_fence();
-      start_outputs<kPairs>(PV, P, V_matrix(j, 0));
-      receive_outputs(j);
-    }
-  } else if (j < tiles.end) {
-    wait_for(shared.K_full, j);
-    wgmma_fence();
-    start_scores(S_sum, held, Q_matrix(), K_matrix(j));
-    if constexpr (kGeneral) block.scores.load(entries, problem, j * kBc);
-    wgmma_wait<0>();
-    weigh(j);
-    split_weights(S_sum, P);
-    // P holds the weights of tile j, O the sum over the tiles before.
-#pragma unroll 1
-    while (++j < tiles.end) {
-      wait_for(shared.K_full, j);
-      wgmma_fence();
-      start_scores(S_sum, held, Q_matrix(), K_matrix(j));
-      wait_for(shared.V_full, j - 1);
-      wgmma_fence();  // the compiler wants one in each block of code
-      start_outputs<kPairs>(PV, P, V_matrix(j - 1, 0));
-      if constexpr (kGeneral) block.scores.load(entries, problem, j * kBc);
-      wgmma_wait<1>();
-      weigh(j);
-      receive_outputs(j - 1);
-      split_weights(S_sum, P);
-    }
-    keep[0][0] = keep[0][1] = 1.0f;
-    wait_for(shared.V_full, j - 1);
-    wgmma_fence();
-    start_outputs<kPairs>(PV, P, V_matrix(j - 1, 0));
-    receive_outputs(j - 1);
+    release(shared.V_empty[turn.stage]);
   }
-#pragma unroll 1
-  for (; j < block.keys.end; ++j) pass_by(j);
 
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -545,7 +462,7 @@ extern "C" __global__ void __launch_bounds__(cupyflash::kThreads + cupyflash::kW
     }
     shared.block = WorkOfBlock(params);
     for (int c = 0; c < kConsumers; ++c) {
-      shared.tiles[c] = ConsumerTiles(shared.block.rows, shared.block.band, shared.block.keys, c);
+      shared.keys[c] = ConsumerKeys(shared.block.rows, shared.block.band, c);
       shared.Q_special[c] = 0;
     }
     fence_mbarrier_init();
