@@ -45,7 +45,7 @@
 //            the product and the softmax. CUPYFLASH_SCORE_ARRAY = bias or mask adds that array, of
 //            the inputs' dtype or of bytes, behind them.
 // Rounding   ex2.approx for weights, __fdividef and __log2f once a row: 2^-22, far below what P and
-//            O lose in 16 bits; ex2_by_fma, 2^-18.5, for half of the weights beside a softcap.
+//            O lose in 16 bits.
 // Limits     head dims up to 256, sequences of less than 2^30, less than 2^31 works.
 //            softmax_scale, the cap and their ratio within 2^-100 to 2^100, 2^-20 to 2^20 with
 //            ALiBi. A bias or a mask, not both; as TMA takes it: columns contiguous, the other
@@ -101,9 +101,6 @@ constexpr bool kHasSteadyTiles = !kHasBias || kConsumers == 2;
 // to grow cost a few products of a warp's own in a work, not one for each tile.
 constexpr int kWaryTiles = 12;
 
-// Beside a softcap, half of the weights are made without the special-function unit. A bias or a
-// mask leaves no registers for that, and has scores of -inf.
-constexpr bool kWeighsByFma = kHasShift;
 // Bits that a key's weight loses by each step from the diagonal.
 constexpr float kSteepest = 4.0f;
 
@@ -248,8 +245,8 @@ class Consumer {
 #pragma unroll 1
         while (j > of_work.begin) {
           // As long as nothing is masked by position and the rows are steady.
-          const bool steady =
-              kHasSteadyTiles && (!kGeneral || j <= falls_from) && softmax.steady(slope_);
+          const bool steady = kHasSteadyTiles && (!kGeneral || j <= falls_from) &&
+                              softmax.steady(slope_);
           int last = steady ? last_unmasked(j, work(works)) : j;
 #pragma unroll 1
           while (j > last) {
@@ -259,16 +256,10 @@ class Consumer {
             wgmma_wait<1>();
             wgmma_use(S);
             float shift[kFragmentRows] = {0.0f, 0.0f};
-            bool grown[kFragmentRows], some;
-            if (kWeighsByFma && to_cap_ != 0.0f && !alibi() && softmax.within(slope_)) {
-              // Tangents and weights between each other: a softcap is bound by one unit.
-              cap(S);
-              some = softmax.fold_steady<true>(S, slope_, shift, grown);
-            } else {
-              if constexpr (kGeneral) change(S, pin(j) * kBc, work(works), shift);
-              if constexpr (kHasScoreArray) take_array(S, tiles + 1, seen, works);
-              some = softmax.fold_steady<false>(S, slope_, shift, grown);
-            }
+            if constexpr (kGeneral) change(S, pin(j) * kBc, work(works), shift);
+            if constexpr (kHasScoreArray) take_array(S, tiles + 1, seen, works);
+            bool grown[kFragmentRows];
+            const bool some = softmax.fold_steady(S, slope_, shift, grown);
             wgmma_use(S);
             receive_outputs(tiles++);
             if (some) {
@@ -423,8 +414,8 @@ class Consumer {
     const bool linear = before || first <= 1 - kConsumerRows;
     if (kHasShift && linear && fabsf(alibi_bits(work)) <= kSteepest) {
       const float step = before ? work.alibi : -work.alibi;
-      const float diagonal =
-          static_cast<float>(work.diagonal + row() - first_key - pin(threadIdx.x) % 4 * 2);
+      const float diagonal = static_cast<float>(work.diagonal + row() - first_key -
+                                                pin(threadIdx.x) % 4 * 2);
       shift[0] = -step * diagonal;
       shift[1] = -step * (diagonal + 8.0f);
 #pragma unroll

@@ -26,22 +26,6 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(kFullWarp, x, 2);
 }
 
-// 2^x for |x| <= 126, by nine instructions that leave the special-function unit alone: x is an
-// integer, by the rounding of a sum, and a rest of at most 1/2, whose power is a polynomial. Off by
-// no more than 2^-18.5. A NaN may become a large number: see fold_steady.
-__device__ __forceinline__ float ex2_by_fma(float x) {
-  constexpr float kToInteger = 12582912.0f;  // 1.5 * 2^23: the sum's lowest bits are the integer
-  const float sum = x + kToInteger;
-  const float rest = x - (sum - kToInteger);
-  float power = 0.009570091962814331f;
-  power = fmaf(power, rest, 0.05591786280274391f);
-  power = fmaf(power, rest, 0.2402474582195282f);
-  power = fmaf(power, rest, 0.6931217908859253f);
-  power = fmaf(power, rest, 0.9999992847442627f);
-  return __builtin_bit_cast(
-      float, __builtin_bit_cast(unsigned, power) + (__builtin_bit_cast(unsigned, sum) << 23));
-}
-
 __device__ __forceinline__ bool quad_any(bool x) {
   return __ballot_sync(kFullWarp, x) >> threadIdx.x % kWarpSize / 4 * 4 & 0xf;
 }
@@ -128,27 +112,16 @@ struct FragmentSoftmax {
                       fabsf(slope * m[0]) < kLargeBase && fabsf(slope * m[1]) < kLargeBase);
   }
 
-  // Whether all exponents are such as ex2_by_fma takes, of scores from -1 to 1 without a shift.
-  __device__ __forceinline__ bool within(float slope) const {
-    const float widest = fmaxf(fabsf(m[0]), fabsf(m[1])) + 1.0f;
-    return __all_sync(kFullWarp, slope * widest < 126.0f);
-  }
-
   // Turns S into weights by the m that is there. True, in all lanes, if some row has grown too
   // large for it: then S is to be made again in the rows that `grown` tells of, for fold_grown.
-  // If `by_fma`, half of the weights are made without the special-function unit; `within` said that
-  // they may be. (There a NaN is at worst a weight beyond kRoom; fold_grown makes it a NaN.)
-  template <bool by_fma, int n>
+  template <int n>
   __device__ __forceinline__ bool fold_steady(float (&S)[n], float slope,
                                               const float (&shift)[kFragmentRows],
                                               bool (&grown)[kFragmentRows]) {
     const float base[] = {slope * (kHasShift ? m[0] - shift[0] : m[0]),
                           slope * (kHasShift ? m[1] - shift[1] : m[1])};
 #pragma unroll
-    for (int x = 0; x < n; ++x) {
-      const float exponent = fmaf(S[x], slope, -base[x / 2 % 2]);
-      S[x] = by_fma && x % 2 ? ex2_by_fma(exponent) : ex2_approx(exponent);
-    }
+    for (int x = 0; x < n; ++x) S[x] = ex2_approx(fmaf(S[x], slope, -base[x / 2 % 2]));
     float sum[kFragmentRows];
 #pragma unroll
     for (int r = 0; r < kFragmentRows; ++r) {
