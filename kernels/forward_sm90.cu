@@ -24,9 +24,9 @@
 //            does. Where t-1 was a work's last tile, O goes out at the end of the step. Maxima of
 //            rows are looked for in the first tile of a work and in those that position masks; in
 //            those where ALiBi still rises; in all of them beside a bias that leaves no registers:
-//            see FragmentSoftmax. A consumer passes by the tiles that none of its queries sees.
-//            With ping-pong, the consumers start their products in turn, so that one's softmax runs
-//            under the other's:
+//            see FragmentSoftmax. A consumer passes by the tiles that none of its queries sees. With
+//            ping-pong, the consumers start their products in turn, so that one's softmax runs under
+//            the other's:
 //              consumer 1   [QK PV]softmax ......[QK PV]softmax
 //              consumer 2   ......[QK PV]softmax ......[QK PV]softmax
 // Barriers   X_full (X = Q, K, V): a producer warp's arrival and TMA's bytes; consumers wait for it
@@ -101,9 +101,6 @@ constexpr bool kHasSteadyTiles = !kHasBias || kConsumers == 2;
 // to grow cost a few products of a warp's own in a work, not one for each tile.
 constexpr int kWaryTiles = 12;
 
-// Bits that a key's weight loses by each step from the diagonal.
-constexpr float kSteepest = 4.0f;
-
 // A number as a type, for lambdas to take one that is known to the compiler.
 template <int n>
 struct Number {
@@ -169,12 +166,11 @@ class Consumer {
       const SeenKeys seen = see_keys(t);
       wgmma_wait<pending>();
       wgmma_use(S);
-      float shift[kFragmentRows] = {0.0f, 0.0f};
-      if constexpr (kGeneral) change(S, j * kBc, work(works), shift);
+      if constexpr (kGeneral) change(S, j * kBc, work(works));
       if constexpr (kHasScoreArray) take_array(S, t, seen, works);
       if constexpr (kHasBias) give_array_back(t);
       hide(S, j, work(works));
-      const bool moved = softmax.fold(S, slope_, shift, keep);
+      const bool moved = softmax.fold(S, slope_, keep);
       // The weights are made before P V is complete, not after it: the compiler moves nothing
       // across both this use and the loop in a wait.
       wgmma_use(S);
@@ -255,11 +251,10 @@ class Consumer {
             const SeenKeys seen = see_keys(tiles + 1);
             wgmma_wait<1>();
             wgmma_use(S);
-            float shift[kFragmentRows] = {0.0f, 0.0f};
-            if constexpr (kGeneral) change(S, pin(j) * kBc, work(works), shift);
+            if constexpr (kGeneral) change(S, pin(j) * kBc, work(works));
             if constexpr (kHasScoreArray) take_array(S, tiles + 1, seen, works);
             bool grown[kFragmentRows];
-            const bool some = softmax.fold_steady(S, slope_, shift, grown);
+            const bool some = softmax.fold_steady(S, slope_, grown);
             wgmma_use(S);
             receive_outputs(tiles++);
             if (some) {
@@ -400,56 +395,24 @@ class Consumer {
 
   __device__ __forceinline__ bool alibi() const { return kGeneral && problem_.alibi_slopes.data; }
 
-  // Products of the keys from `first_key` on become scores, all of them less shift[r]: softcap,
-  // then ALiBi.
-  __device__ __forceinline__ void change(float (&S)[kScores], int first_key, const Work& work,
-                                         float (&shift)[kFragmentRows]) const {
-    cap(S);
-    if (!alibi()) return;
-    // On one side of the diagonal of all queries of this consumer, what a key loses is linear in
-    // it, and an FMA by its number in the tile is all that differs from one to the next. Steeper
-    // slopes lose more to rounding there than where they are counted from the diagonal.
-    const int first = work.diagonal + c_ * kConsumerRows - first_key;  // of the first query
-    const bool before = first >= kBc - 1;
-    const bool linear = before || first <= 1 - kConsumerRows;
-    if (kHasShift && linear && fabsf(alibi_bits(work)) <= kSteepest) {
-      const float step = before ? work.alibi : -work.alibi;
-      const float diagonal = static_cast<float>(work.diagonal + row() - first_key -
-                                                pin(threadIdx.x) % 4 * 2);
-      shift[0] = -step * diagonal;
-      shift[1] = -step * (diagonal + 8.0f);
+  // Products of the keys from `first_key` on become scores: softcap, then ALiBi.
+  template <int n>
+  __device__ __forceinline__ void change(float (&S)[n], int first_key, const Work& work) const {
+    if (to_cap_ != 0.0f) {
 #pragma unroll
-      for (int x = 0; x < kScores; ++x) {
-        S[x] = fmaf(step, static_cast<float>(x / 4 * 8 + x % 2), S[x]);
+      for (int x = 0; x < n; ++x) S[x] = tanh_approx(S[x] * to_cap_);
+    }
+    if (alibi()) {
+      const int first_column = first_key + pin(threadIdx.x) % 4 * 2;
+      const float slope = work.alibi;
+      const float diagonal[] = {static_cast<float>(work.diagonal + row() - first_column),
+                                static_cast<float>(work.diagonal + row() + 8 - first_column)};
+#pragma unroll
+      for (int x = 0; x < n; ++x) {
+        const float distance = diagonal[x / 2 % 2] - static_cast<float>(x / 4 * 8 + x % 2);
+        S[x] = fmaf(-slope, fabsf(distance), S[x]);
       }
-    } else {
-      add_alibi(S, first_key, work);
     }
-  }
-
-  template <int n>
-  __device__ __forceinline__ void cap(float (&S)[n]) const {
-    if (to_cap_ == 0.0f) return;
-#pragma unroll
-    for (int x = 0; x < n; ++x) S[x] = tanh_approx(S[x] * to_cap_);
-  }
-
-  template <int n>
-  __device__ __forceinline__ void add_alibi(float (&S)[n], int first_key, const Work& work) const {
-    const int first_column = first_key + pin(threadIdx.x) % 4 * 2;
-    const float slope = work.alibi;
-    const float diagonal[] = {static_cast<float>(work.diagonal + row() - first_column),
-                              static_cast<float>(work.diagonal + row() + 8 - first_column)};
-#pragma unroll
-    for (int x = 0; x < n; ++x) {
-      const float distance = diagonal[x / 2 % 2] - static_cast<float>(x / 4 * 8 + x % 2);
-      S[x] = fmaf(-slope, fabsf(distance), S[x]);
-    }
-  }
-
-  // That a weight loses by each step away from the diagonal.
-  __device__ __forceinline__ float alibi_bits(const Work& work) const {
-    return work.alibi * (kHasBias ? work.unit : 1.0f) * slope_;
   }
 
   // The tile from which, going down, rows are not expected to outgrow their maxima. Those of ALiBi
@@ -457,7 +420,8 @@ class Consumer {
   // is left to it.
   __device__ __forceinline__ int rows_fall_from(const Tiles& tiles, const Work& work) const {
     if (!alibi() || work.alibi <= 0.0f) return tiles.end;
-    const float left = fminf(__fdividef(FragmentSoftmax::kSlack, alibi_bits(work)), 1.0e9f);
+    const float by_key = work.alibi * (kHasBias ? work.unit : 1.0f) * slope_;
+    const float left = fminf(__fdividef(FragmentSoftmax::kSlack, by_key), 1.0e9f);
     return (work.diagonal + c_ * kConsumerRows + static_cast<int>(left)) / kBc;
   }
 
@@ -514,10 +478,7 @@ class Consumer {
     for (int k = 0; k < kBc / 8; ++k) {
       float fresh[4];
       scores.make(fresh, 8 * k);
-      if constexpr (kGeneral) {
-        cap(fresh);
-        if (alibi()) add_alibi(fresh, first_key + 8 * k, work);
-      }
+      if constexpr (kGeneral) change(fresh, first_key + 8 * k, work);
       if constexpr (kHasBias) {
         take_bias(fresh, score_tile(t), params_.score_rows == 1, k, work.unit);
       }
@@ -531,8 +492,7 @@ class Consumer {
     }
   }
 
-  // Scores of tile j that position hides become -inf. Most tiles that are masked are so on one
-  // side.
+  // Scores of tile j that position hides become -inf. Most tiles that are masked are so on one side.
   __device__ __forceinline__ void hide(float (&S)[kScores], int j, const Work& work) const {
     const int first_column = j * kBc + pin(threadIdx.x) % 4 * 2;
     if (j >= work.unmasked_end[c_]) {

@@ -13,8 +13,6 @@
 namespace cupyflash {
 
 constexpr int kFragmentRows = 2;
-// Beside bias or mask it has no registers.
-constexpr bool kHasShift = kGeneral && !kHasScoreArray;
 
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
@@ -54,8 +52,6 @@ __device__ __forceinline__ void hide_before(float (&S)[n], const int (&first)[kF
 // maximum, only near enough to it. So it is looked for where a row begins and where tiles are
 // masked (fold); from there on tiles are folded by the m that is there (fold_steady), and a new one
 // is looked for only by rows that get a weight beyond kRoom (fold_grown).
-// Where kHasShift, S may lack a number `shift` that is the same in all of a row's scores of a tile,
-// what ALiBi takes on the way from the diagonal to the tile. It goes into base.
 // One FMA makes the exponent: it rounds base, by the same amount in every weight of the row and in
 // l, which cancels. From kLargeBase on that rounding would exceed what a 16-bit P can hold: there m
 // is taken from the scores first, which is exact for those that are near it, and base is 0.
@@ -77,15 +73,12 @@ struct FragmentSoftmax {
 
   // Turns S into weights. True if m has moved: then O is to be multiplied by keep.
   template <int n>
-  __device__ __forceinline__ bool fold(float (&S)[n], float slope,
-                                       const float (&shift)[kFragmentRows],
-                                       float (&keep)[kFragmentRows]) {
+  __device__ __forceinline__ bool fold(float (&S)[n], float slope, float (&keep)[kFragmentRows]) {
     float base[kFragmentRows], offset[kFragmentRows];
     bool moved = false;
 #pragma unroll
     for (int r = 0; r < kFragmentRows; ++r) {
-      const float there = kHasShift ? row_max(S, r) + shift[r] : row_max(S, r);
-      const float top = quad_max(fmaxf(m[r], there));
+      const float top = quad_max(fmaxf(m[r], row_max(S, r)));
       const float m_old = m[r];
       const bool moves = slope * (top - m_old) > kSlack;  // false where nothing was seen yet
       m[r] = moves ? top : m_old;
@@ -93,9 +86,6 @@ struct FragmentSoftmax {
       keep[r] = moves ? factor : 1.0f;
       l[r] *= keep[r];
       moved = moved || moves;
-      const bool large = offset[r] != 0.0f;
-      if (kHasShift && large) offset[r] -= shift[r];
-      if (kHasShift && !large) base[r] = fmaf(-slope, shift[r], base[r]);
     }
     subtract(S, offset);
 #pragma unroll
@@ -116,10 +106,8 @@ struct FragmentSoftmax {
   // large for it: then S is to be made again in the rows that `grown` tells of, for fold_grown.
   template <int n>
   __device__ __forceinline__ bool fold_steady(float (&S)[n], float slope,
-                                              const float (&shift)[kFragmentRows],
                                               bool (&grown)[kFragmentRows]) {
-    const float base[] = {slope * (kHasShift ? m[0] - shift[0] : m[0]),
-                          slope * (kHasShift ? m[1] - shift[1] : m[1])};
+    const float base[] = {slope * m[0], slope * m[1]};
 #pragma unroll
     for (int x = 0; x < n; ++x) S[x] = ex2_approx(fmaf(S[x], slope, -base[x / 2 % 2]));
     float sum[kFragmentRows];
