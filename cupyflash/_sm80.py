@@ -264,9 +264,7 @@ def parts(
     return Parts(packed, splits, slices, bunched, Tr * splits * slices, merges)
 
 
-def _merges(
-    problem: AttentionProblem, tiles: Tiles, packed: int, splits: int, works: int
-) -> bool:
+def _merges(problem: AttentionProblem, tiles: Tiles, packed: int, splits: int, works: int) -> bool:
     """Whether one thread block merges a tile's parts: where they fit its shared memory.
 
     It has them all on their way at once then. On an H200 that is 60 KB for one query of 4 heads and

@@ -218,7 +218,7 @@ class Consumer {
         continue;
       }
       int j = of_work.end - 1;
-      int falls_from = kGeneral ? rows_fall_from(of_work, work(works)) : 0;
+      int falls_from = kGeneral ? rows_fall_from(of_work) : 0;
       softmax = FragmentSoftmax();
       clear(O);
       wait_for_Q(Q_tiles);
@@ -241,8 +241,8 @@ class Consumer {
 #pragma unroll 1
         while (j > of_work.begin) {
           // As long as nothing is masked by position and the rows are steady.
-          const bool steady = kHasSteadyTiles && (!kGeneral || j <= falls_from) &&
-                              softmax.steady(slope_);
+          const bool steady =
+              kHasSteadyTiles && (!kGeneral || j <= falls_from) && softmax.steady(slope_);
           int last = steady ? last_unmasked(j, work(works)) : j;
 #pragma unroll 1
           while (j > last) {
@@ -290,7 +290,7 @@ class Consumer {
         const bool more = of_work.begin < of_work.end && of_work.skipped == 0;
         if (more) {
           j = of_work.end - 1;
-          if (kGeneral) falls_from = rows_fall_from(of_work, work(works));
+          if (kGeneral) falls_from = rows_fall_from(of_work);
           wait_for_Q(Q_tiles);
           wait_for_K(tiles + 1);
           start_products(tiles);
@@ -416,13 +416,10 @@ class Consumer {
   }
 
   // The tile from which, going down, rows are not expected to outgrow their maxima. Those of ALiBi
-  // rise all the way to the diagonal: up to that of the first query, or where no more than kSlack
-  // is left to it.
-  __device__ __forceinline__ int rows_fall_from(const Tiles& tiles, const Work& work) const {
-    if (!alibi() || work.alibi <= 0.0f) return tiles.end;
-    const float by_key = work.alibi * (kHasBias ? work.unit : 1.0f) * slope_;
-    const float left = fminf(__fdividef(FragmentSoftmax::kSlack, by_key), 1.0e9f);
-    return (work.diagonal + c_ * kConsumerRows + static_cast<int>(left)) / kBc;
+  // rise all the way to the diagonal; behind it, with maxima in some tiles only, the others gain
+  // less than the change of loops costs.
+  __device__ __forceinline__ int rows_fall_from(const Tiles& tiles) const {
+    return !alibi() || problem_.window_right == 0 ? tiles.end : -1;
   }
 
   // This consumer's t-th tile of mask, as bits; it is given back.

@@ -79,8 +79,8 @@ struct Sm90Float32Params {
 constexpr int kWarpgroup = 128;
 constexpr int kConsumerRows = 64;  // the rows of one wgmma
 constexpr int kConsumers = kBr / kConsumerRows;
-constexpr int kProducerRegisters = 104;  // the 168 that a thread starts with, shared out anew
-constexpr int kConsumerRegisters = 200;
+constexpr int kProducerRegisters = 120;  // the 168 that a thread starts with, shared out anew
+constexpr int kConsumerRegisters = 192;
 static_assert(kConsumers == 2 && kFragments == 1, "a warp owns 16 rows");
 
 using QTile = SwizzledTile<kConsumerRows, kHeadDim>;
@@ -106,6 +106,8 @@ struct WorkOfBlock {
   OwnScores scores;
   int dv0;  // first column of V, and how many there are
   int dv;
+  const float* K;  // of the head; V from its first column on
+  const float* V;
 
   __device__ explicit WorkOfBlock(const Sm90Float32Params& params)
       : work(params, 1, blockIdx.x),
@@ -116,7 +118,11 @@ struct WorkOfBlock {
         scores(params.problem, at, rows, rows.i0 + band.offset, params.bias_vectors,
                params.mask_vectors),
         dv0(work.slice * kHeadDimV),
-        dv(within(params.problem.head_dim_v - dv0, kHeadDimV)) {}
+        dv(within(params.problem.head_dim_v - dv0, kHeadDimV)),
+        K(static_cast<const float*>(params.problem.k.data) +
+          at.offset(params.problem.k, at.head_k)),
+        V(static_cast<const float*>(params.problem.v.data) +
+          at.offset(params.problem.v, at.head_k) + dv0 * params.problem.v.col) {}
 };
 
 // Keys that the rows of one consumer see by position. Rows that are not there see what the last one
@@ -248,43 +254,74 @@ __device__ __forceinline__ void release(Mbarrier& empty) {
   if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(empty);
 }
 
-// The producer: tiles of K and V, in the order in which consumers need them.
+// The producer: tiles of K and V, in the order in which consumers need them, batch after batch. The
+// next batch is on its way from memory while one is split and stored.
 __device__ __forceinline__ void load_keys(const Sm90Float32Params& params, Shared& shared) {
+  constexpr int kBatches = KParts::kBatches + VParts::kBatches;  // of K_j, then of V_j
+  static_assert(kBatches % 2 == 0, "two take turns");
   const WorkOfBlock& block = shared.block;
   const Problem& problem = params.problem;
-  const KeyBounds keys = block.keys;
-  const float* const K =
-      static_cast<const float*>(problem.k.data) + block.at.offset(problem.k, block.at.head_k);
-  const float* const V = static_cast<const float*>(problem.v.data) +
-                         block.at.offset(problem.v, block.at.head_k) + block.dv0 * problem.v.col;
-#pragma unroll 1
-  for (int j = keys.begin; j < keys.end; ++j) {
-    const Turn<kStages> turn(j - keys.begin);
+  const KeyBounds& keys = block.keys;
+  const auto K_parts = [&] {
+    const int thread = pin(threadIdx.x) % kWarpgroup;  // what follows from it is found out anew
+    return KParts(thread, static_cast<int>(problem.head_dim), problem.k.col, params.k_vectors);
+  };
+  const auto V_parts = [&] {
+    const int thread = pin(threadIdx.x) % kWarpgroup;
+    return VParts(thread, block.dv, problem.v.col, params.v_vectors);
+  };
+  const auto load = [&](Batch& x, int j, int batch) {
     const int j0 = j * kBc;
     const int begin = keys.keys_begin - j0, end = keys.keys_end - j0;
-    const int thread = pin(threadIdx.x) % kWarpgroup;  // what follows from it is found out anew
-    const KParts K_parts(thread, static_cast<int>(problem.head_dim), problem.k.col,
-                         params.k_vectors);
-    if (K_parts.load(
-            shared.K[turn.stage], begin, end, 1.0f,
-            [&](int r) { return K + (j0 + r) * problem.k.row; },
-            [&] { mbarrier_wait(shared.K_empty[turn.stage], turn.parity ^ 1); },
-            [](int) { return true; })) {
-      shared.K_special[turn.stage] = 1 + j;
+    if (batch < KParts::kBatches) {
+      K_parts().load(x, batch, begin, end,
+                     [&](int r) { return block.K + (j0 + r) * problem.k.row; });
+    } else {
+      V_parts().load(x, batch - KParts::kBatches, begin, end,
+                     [&](int r) { return block.V + (j0 + r) * problem.v.row; });
     }
+  };
+  const auto store_K = [&](Batch& x, int j, int batch) {
+    const Turn<kStages> turn(j - keys.begin);
+    if (K_parts().mend(x, batch, [](int) { return true; })) shared.K_special[turn.stage] = 1 + j;
+    if (batch == 0) mbarrier_wait(shared.K_empty[turn.stage], turn.parity ^ 1);
+    K_parts().store(shared.K[turn.stage], x, batch, 1.0f);
+    if (batch + 1 < KParts::kBatches) return;
     fence_proxy_async_shared();
     mbarrier_arrive(shared.K_full[turn.stage]);
-    const VParts V_parts(thread, block.dv, problem.v.col, params.v_vectors);
+  };
+  const auto store_V = [&](Batch& x, int j, int batch) {
+    const Turn<kStages> turn(j - keys.begin);
     // A weight of 0 takes no NaN away: what no row sees may not get there.
-    if (V_parts.load(
-            shared.V[turn.stage], begin, end, 1.0f,
-            [&](int r) { return V + (j0 + r) * problem.v.row; },
-            [&] { mbarrier_wait(shared.V_empty[turn.stage], turn.parity ^ 1); },
-            [&](int r) { return !kGeneral || block.scores.shown(problem, j0 + r); })) {
+    if (V_parts().mend(x, batch, [&](int r) {
+          return !kGeneral || block.scores.shown(problem, j * kBc + r);
+        })) {
       shared.V_special[turn.stage] = 1 + j;
     }
+    if (batch == 0) mbarrier_wait(shared.V_empty[turn.stage], turn.parity ^ 1);
+    V_parts().store(shared.V[turn.stage], x, batch, 1.0f);
+    if (batch + 1 < VParts::kBatches) return;
     fence_proxy_async_shared();
     mbarrier_arrive(shared.V_full[turn.stage]);
+  };
+  Batch x[2];
+  if (keys.begin < keys.end) load(x[0], keys.begin, 0);
+#pragma unroll 1
+  for (int j = keys.begin; j < keys.end; ++j) {
+#pragma unroll
+    for (int batch = 0; batch < kBatches; ++batch) {
+      const int next = batch + 1;
+      if (next < kBatches) {
+        load(x[next % 2], j, next);
+      } else if (j + 1 < keys.end) {
+        load(x[next % 2], j + 1, 0);
+      }
+      if (batch < KParts::kBatches) {
+        store_K(x[batch % 2], j, batch);
+      } else {
+        store_V(x[batch % 2], j, batch - KParts::kBatches);
+      }
+    }
   }
 }
 
@@ -321,11 +358,14 @@ __device__ __forceinline__ void attend(const Sm90Float32Params& params, Shared& 
                            block.at.offset(problem.q, block.at.head_q) +
                            (rows.i0 + c * kConsumerRows) * problem.q.row;
     // Without options m is found among products times |softmax_scale|.
-    if (Q_parts.load(
-            shared.Q[c], 0, rows.rows - c * kConsumerRows,
-            !kGeneral && problem.softmax_scale < 0 ? -1.0f : 1.0f,
-            [&](int r) { return Q + r * problem.q.row; }, [] {}, [](int) { return true; })) {
-      shared.Q_special[c] = 1;
+    const float sign = !kGeneral && problem.softmax_scale < 0 ? -1.0f : 1.0f;
+#pragma unroll
+    for (int batch = 0; batch < QParts::kBatches; ++batch) {
+      Batch x;
+      Q_parts.load(x, batch, 0, rows.rows - c * kConsumerRows,
+                   [&](int r) { return Q + r * problem.q.row; });
+      if (Q_parts.mend(x, batch, [](int) { return true; })) shared.Q_special[c] = 1;
+      Q_parts.store(shared.Q[c], x, batch, sign);
     }
     fence_proxy_async_shared();
     named_barrier_sync(1 + c, kWarpgroup);

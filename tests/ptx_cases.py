@@ -289,14 +289,14 @@ def wgmma(name: str, kind: str) -> Callable[[np.random.Generator], Case]:
         B_columns = _operand(rng, kind, dtype, 256, 128)
         B_rows = _operand(rng, kind, dtype, 64, 256)
         C = _operand(rng, kind, np.dtype(np.float32), 64, 256)
-        shape = (6, 13, 64, 256)
+        shape = (6, 14, 64, 256)
         D = np.zeros(shape, np.float32)
         expected, magnitude = np.zeros(shape), np.zeros(shape)
         untouched = np.ones(shape, bool)
         for form in range(6):
             by_rows, fresh = form in (2, 3, 4), form in (1, 3)
-            for index, n in enumerate(range(64, 257, 16)):
-                if (by_rows and n % 32) or (form > 2 and n not in (64, 96)):
+            for index, n in enumerate((*range(64, 257, 16), 32)):
+                if (by_rows and n % 32) or (form > 2 and n not in (32, 64, 96)):
                     continue
                 depth = 64 if by_rows else 128 if n % 32 == 0 else 96
                 k = (n // 16 + form) % (depth // 16)
@@ -316,7 +316,7 @@ def wgmma(name: str, kind: str) -> Callable[[np.random.Generator], Case]:
             output = _cut_off(label, D, expected, magnitude, kind)
         output = dataclasses.replace(output, computed=int((~untouched).sum()))
         words = [x.view(np.uint16) for x in (A, B_columns, B_rows)]
-        return Case("wgmma", (*words, C, D), (output,), block=128, grid=(13, 6),
+        return Case("wgmma", (*words, C, D), (output,), block=128, grid=(14, 6),
                     smem_bytes=80 * 1024, options=(f"-DPROBE_TYPE=k{name.capitalize()}",),
                     capability=(9, 0))  # fmt: skip
 

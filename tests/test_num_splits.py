@@ -100,9 +100,7 @@ class TestOnHostCuda:
         ("seqlen_q", "heads_q", "head_dim", "merges"),
         [(1, 2, 40, True), (3, 8, 72, True), (1, 2, 42, False), (9, 16, 40, False)],
     )
-    def test_the_last_block_merges_the_parts_of_its_tile(
-        self, seqlen_q, heads_q, head_dim, merges
-    ):
+    def test_the_last_block_merges_the_parts_of_its_tile(self, seqlen_q, heads_q, head_dim, merges):
         """Where they fit its shared memory and can be read 16 bytes at a time."""
         q, k, v = qkv(4, 2, heads_q, seqlen_q, head_dim, seqlen_k=700, heads_k=2, dtype=BFLOAT16)
         options = {"causal": True, "seqlens_k": np.array([700, 3])}

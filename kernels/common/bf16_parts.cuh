@@ -52,12 +52,22 @@ __device__ __forceinline__ float first_part(const unsigned char* tile, int row, 
 }
 
 // Three tiles, one for each part, of rows that one warpgroup loads, splits and stores: a thread has
-// kUnit columns of every kPassRows-th row, and kBatch such units on their way at a time.
+// kUnit columns of every kPassRows-th row, in batches of kBatch rows.
+constexpr int kUnit = 8;  // columns: 16 bytes of each part
+constexpr int kMaxBatch = 4;
+using Batch = float[kMaxBatch][kUnit];
+
 template <class T>  // a SwizzledTile
 class PartTiles {
  public:
   static constexpr int kCols = T::kSlabs * T::kSlabCols;
   static constexpr int kBytes = kParts * T::kBytes;
+  static constexpr int kLanes = power_of_two_from(kCols / kUnit);
+  static constexpr int kPassRows = 128 / kLanes;
+  static constexpr int kPasses = T::kRows / kPassRows;
+  static constexpr int kBatch = kPasses < kMaxBatch ? kPasses : kMaxBatch;
+  static constexpr int kBatches = kPasses / kBatch;
+  static_assert(kPasses % kBatch == 0, "rows are loaded in whole batches");
 
   // thread: of the warpgroup. cols: that the array has from its first on. vectors: they are
   // contiguous, and rows 16-byte aligned.
@@ -68,88 +78,93 @@ class PartTiles {
         col_stride_(col_stride),
         vectors_(vectors) {}
 
-  // Rows begin <= r < end of the tiles, which are at row_at(r), times sign; the others, and columns
-  // that are not there, become 0. free() returns when the tiles may be written. A row that keep(r)
-  // says no to becomes 0 where it has NaN or Inf. True if the thread has met those and kept them.
-  template <class RowAt, class Free, class Keep>
-  __device__ __forceinline__ bool load(unsigned char* tiles, int begin, int end, float sign,
-                                       const RowAt& row_at, const Free& free,
-                                       const Keep& keep) const {
-    bool special = false;
-    if (kLanes * kUnit > kCols && column_ >= kCols) {
-      free();
-      return special;
-    }
-#pragma unroll 1
-    for (int pass = 0; pass < kPasses; pass += kBatch) {
-      const int r0 = row_ + pass * kPassRows;
-      float x[kBatch][kUnit];
-      if (vectors_ && left_ >= kUnit && r0 >= begin && r0 + (kBatch - 1) * kPassRows < end) {
+  // Starts to load a batch: of the rows begin <= r < end, which are at row_at(r). The others, and
+  // columns that are not there, become 0.
+  template <class RowAt>
+  __device__ __forceinline__ void load(Batch& x, int batch, int begin, int end,
+                                       const RowAt& row_at) const {
+    if (kLanes * kUnit > kCols && column_ >= kCols) return;
+    const int r0 = row_of(batch, 0);
+    if (vectors_ && left_ >= kUnit && r0 >= begin && row_of(batch, kBatch - 1) < end) {
 #pragma unroll
-        for (int b = 0; b < kBatch; ++b) load_vectors(x[b], row_at(r0 + b * kPassRows) + column_);
-      } else {
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          const int r = r0 + b * kPassRows;
-          load_elements(x[b], row_at(r) + column_ * col_stride_, r >= begin && r < end ? left_ : 0);
-        }
-      }
-      unsigned strange = 0;  // which have NaN or Inf
+      for (int b = 0; b < kBatch; ++b) load_all(x[b], row_at(row_of(batch, b)) + column_);
+    } else {
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        float check = 0.0f;
-#pragma unroll
-        for (int u = 0; u < kUnit; ++u) check = fmaf(x[b][u], 0.0f, check);
-        strange |= (check != 0.0f) << b;
+        const int r = row_of(batch, b);
+        load_there(x[b], row_at(r) + column_ * col_stride_, r >= begin && r < end ? left_ : 0);
       }
-      if (strange) {
-        unsigned kept = 0;
-#pragma unroll 1
-        for (int b = 0; b < kBatch; ++b) {
-          if (strange >> b & 1) kept |= keep(r0 + b * kPassRows) << b;
-        }
-        special |= kept != 0;
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-#pragma unroll
-          for (int u = 0; u < kUnit; ++u) {
-            // A NaN whose upper half alone would be Inf.
-            if (x[b][u] != x[b][u]) x[b][u] = __uint_as_float(0x7fffffffu);
-            if (strange >> b & ~kept >> b & 1) x[b][u] = 0.0f;
-          }
-        }
-      }
-      if (pass == 0) free();
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) store(tiles, r0 + b * kPassRows, x[b], sign);
     }
-    return special;
+  }
+
+  // A row that keep(r) says no to becomes 0 where it has NaN or Inf. True if the thread has met
+  // those and kept them.
+  template <class Keep>
+  __device__ __forceinline__ bool mend(Batch& x, int batch, const Keep& keep) const {
+    if (kLanes * kUnit > kCols && column_ >= kCols) return false;
+    unsigned strange = 0;  // which have NaN or Inf
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      float check = 0.0f;
+#pragma unroll
+      for (int u = 0; u < kUnit; ++u) check = fmaf(x[b][u], 0.0f, check);
+      strange |= (check != 0.0f) << b;
+    }
+    if (!strange) return false;
+    unsigned kept = 0;
+#pragma unroll 1
+    for (int b = 0; b < kBatch; ++b) {
+      if (strange >> b & 1) kept |= keep(row_of(batch, b)) << b;
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+#pragma unroll
+      for (int u = 0; u < kUnit; ++u) {
+        // A NaN whose upper half alone would be Inf.
+        if (x[b][u] != x[b][u]) x[b][u] = __uint_as_float(0x7fffffffu);
+        if (strange >> b & ~kept >> b & 1) x[b][u] = 0.0f;
+      }
+    }
+    return kept != 0;
+  }
+
+  // Splits the batch, times sign, and stores the parts.
+  __device__ __forceinline__ void store(unsigned char* tiles, const Batch& x, int batch,
+                                        float sign) const {
+    if (kLanes * kUnit > kCols && column_ >= kCols) return;
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) store_unit(tiles, row_of(batch, b), x[b], sign);
   }
 
  private:
-  static constexpr int kThreadsOfTile = 128;
-  static constexpr int kUnit = 8;  // 16 bytes of each part
-  static constexpr int kLanes = power_of_two_from(kCols / kUnit);
-  static constexpr int kPassRows = kThreadsOfTile / kLanes;
-  static constexpr int kPasses = T::kRows / kPassRows;
-  static constexpr int kBatch = kPasses < 4 ? kPasses : 4;
-  static_assert(kPasses % kBatch == 0, "rows are loaded in whole batches");
+  __device__ __forceinline__ int row_of(int batch, int b) const {
+    return row_ + (batch * kBatch + b) * kPassRows;
+  }
 
-  static __device__ __forceinline__ void load_vectors(float (&x)[kUnit], const float* from) {
+  static __device__ __forceinline__ void load_four(float* x, const float* from) {
+    const Vec16<float> four = load_vec16(from);
 #pragma unroll
-    for (int v = 0; v < kUnit / 4; ++v) {
-      const Vec16<float> four = load_vec16(from + 4 * v);
+    for (int u = 0; u < 4; ++u) x[u] = four.x[u];
+  }
+  static __device__ __forceinline__ void load_all(float (&x)[kUnit], const float* from) {
 #pragma unroll
-      for (int u = 0; u < 4; ++u) x[4 * v + u] = four.x[u];
+    for (int v = 0; v < kUnit; v += 4) load_four(x + v, from + v);
+  }
+  // The first `there` columns; the others become 0.
+  __device__ __forceinline__ void load_there(float (&x)[kUnit], const float* from,
+                                             int there) const {
+#pragma unroll
+    for (int v = 0; v < kUnit; v += 4) {
+      if (vectors_ && v + 4 <= there) {
+        load_four(x + v, from + v);
+      } else {
+#pragma unroll
+        for (int u = v; u < v + 4; ++u) x[u] = u < there ? from[u * col_stride_] : 0.0f;
+      }
     }
   }
-  __device__ __forceinline__ void load_elements(float (&x)[kUnit], const float* from,
-                                                int there) const {
-#pragma unroll
-    for (int u = 0; u < kUnit; ++u) x[u] = u < there ? from[u * col_stride_] : 0.0f;
-  }
-  __device__ __forceinline__ void store(unsigned char* tiles, int r, const float (&x)[kUnit],
-                                        float sign) const {
+  __device__ __forceinline__ void store_unit(unsigned char* tiles, int r, const float (&x)[kUnit],
+                                             float sign) const {
     struct alignas(16) Unit {
       unsigned pairs[kUnit / 2];
     } unit[kParts];

@@ -45,8 +45,11 @@ class OwnScores {
       gather(mask, mask_, problem, problem.mask, mask_pairs_, j0);
       each(mask, [&](int m, int n, int x, uint8 one) { entries.shown[m] |= one << (4 * n + x); });
     }
-    each(entries.bias, [](int, int, int, acc& b) { b = acc(0); });
-    if (bias_) gather(entries.bias, bias_, problem, problem.bias, bias_pairs_, j0);
+    if (bias_) {
+      gather(entries.bias, bias_, problem, problem.bias, bias_pairs_, j0);
+    } else {
+      each(entries.bias, [](int, int, int, acc& b) { b = acc(0); });
+    }
   }
 
   // Turns products of that tile into scores in nats.
@@ -54,10 +57,14 @@ class OwnScores {
                                         const Problem& problem, int j0) const {
     const acc scale = static_cast<acc>(problem.softmax_scale);
     const acc cap = static_cast<acc>(problem.softcap);
-    each(S, [&](int, int, int, acc& s) { s *= scale; });
+    acc least = 0;
+    each(entries.bias, [&](int, int, int, acc b) { least = min(least, b); });
     if (cap != acc(0)) {
       const acc to_cap = static_cast<acc>(1 / problem.softcap);
-      each(S, [&](int, int, int, acc& s) { s = cap * tanhf(s * to_cap); });
+      each(S, [&](int, int, int, acc& s) { s = cap * tanhf(s * scale * to_cap); });
+      each(S, [&](int m, int n, int x, acc& s) { s += entries.bias[m][n][x]; });
+    } else {
+      each(S, [&](int m, int n, int x, acc& s) { s = fused(s, scale, entries.bias[m][n][x]); });
     }
     if (slope_ != acc(0)) {
       each(S, [&](int m, int n, int x, acc& s) {
@@ -65,11 +72,9 @@ class OwnScores {
         s -= slope_ * static_cast<acc>(abs(from_diagonal));
       });
     }
-    // A score of NaN or +inf must not bring back what is hidden.
-    if (bias_) {
+    if (least == kMinusInfinity) {  // NaN or +inf must not bring back what that hides
       each(S, [&](int m, int n, int x, acc& s) {
-        const acc bias = entries.bias[m][n][x];
-        s = bias == kMinusInfinity ? kMinusInfinity : s + bias;
+        if (entries.bias[m][n][x] == kMinusInfinity) s = kMinusInfinity;
       });
     }
     if (mask_) {

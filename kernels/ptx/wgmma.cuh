@@ -147,7 +147,6 @@ __device__ __forceinline__ void wgmma_use(float (&d)[n]) {
 
 // Every n that a tile may have, used or not: which one is best is found by trying rows of the tile
 // table, and what no build uses costs it nothing.
-CUPYFLASH_WGMMA(16, 1, 8, 9, 10, 11, 12, 13, 14)
 CUPYFLASH_WGMMA(32, 2, 16, 17, 18, 19, 20, 21, 22)
 CUPYFLASH_WGMMA(64, 4, 32, 33, 34, 35, 36, 37, 38)
 CUPYFLASH_WGMMA(80, 5, 40, 41, 42, 43, 44, 45, 46)

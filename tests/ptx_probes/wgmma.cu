@@ -10,7 +10,7 @@ struct Params {
   const unsigned short* B_columns;  // (256, 128): B^T, k contiguous
   const unsigned short* B_rows;     // (64, 256): B, n contiguous
   const float* C;                   // (64, 256)
-  float* D;                         // (6 forms, 13 n, 64, 256)
+  float* D;                         // (6 forms, 14 n, 64, 256)
 };
 
 namespace {
@@ -22,7 +22,10 @@ constexpr MmaType kType = MmaType::PROBE_TYPE;
 enum Form { kColumns, kColumnsFresh, kRows, kRowsFresh, kRowsShared, kColumnsRegisters };
 
 // The forms that no kernel uses are tried with a few n only: each is seconds of building.
-constexpr bool few_forms(int n) { return n == 64 || n == 96; }
+constexpr bool few_forms(int n) { return n == 32 || n == 64 || n == 96; }
+
+// Of an n among those that there are: 64, 80, ... 256, and 32.
+constexpr int place(int n) { return n == 32 ? 13 : n / 16 - 4; }
 
 // Tiles with rows of 128 bytes, and others with rows of 64.
 constexpr int depth(int n) { return n % 32 == 0 ? 128 : 96; }
@@ -59,7 +62,7 @@ __device__ __forceinline__ void multiply(const Params& params, unsigned char* A_
   using ATile = SwizzledTile<64, kDepth>;
   unsigned char* const B_smem = A_smem + 64 * 128 * 2;
   const int k = (n / 16 + form) % (kDepth / 16);
-  float* const D = params.D + (form * 13 + n / 16 - 4) * 64 * 256;
+  float* const D = params.D + (form * 14 + place(n)) * 64 * 256;
   const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
   const int col = threadIdx.x % 4 * 2;
 
@@ -102,7 +105,7 @@ __device__ __forceinline__ void multiply(const Params& params, unsigned char* A_
 
 template <int n>
 __device__ __forceinline__ void for_n(const Params& params, unsigned char* shared_memory) {
-  if (blockIdx.x == n / 16 - 4) {
+  if (blockIdx.x == place(n)) {
     if (blockIdx.y == kColumns) multiply<n, kColumns>(params, shared_memory);
     if (blockIdx.y == kColumnsFresh) multiply<n, kColumnsFresh>(params, shared_memory);
     if constexpr (n % 32 == 0) {  // whole slabs
@@ -114,7 +117,7 @@ __device__ __forceinline__ void for_n(const Params& params, unsigned char* share
       if (blockIdx.y == kColumnsRegisters) multiply<n, kColumnsRegisters>(params, shared_memory);
     }
   } else if constexpr (n < 256) {
-    for_n<n + 16>(params, shared_memory);
+    for_n<n == 32 ? 64 : n + 16>(params, shared_memory);
   }
 }
 
@@ -122,5 +125,5 @@ __device__ __forceinline__ void for_n(const Params& params, unsigned char* share
 
 extern "C" __global__ void __launch_bounds__(128) probe(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  for_n<64>(params, shared_memory);
+  for_n<32>(params, shared_memory);
 }
