@@ -23,10 +23,10 @@
 //            P_t-1 V_t-1 are started together; the softmax of S_t runs while the second product
 //            does. Where t-1 was a work's last tile, O goes out at the end of the step. Maxima of
 //            rows are looked for in the first tile of a work and in those that position masks; in
-//            those where ALiBi still rises; in all of them beside a bias that leaves no registers:
-//            see FragmentSoftmax. A consumer passes by the tiles that none of its queries sees. With
-//            ping-pong, the consumers start their products in turn, so that one's softmax runs under
-//            the other's:
+//            all of them beside ALiBi that is not causal, and beside a bias that leaves no
+//            registers: see FragmentSoftmax. A consumer passes by the tiles that none of its
+//            queries sees. With ping-pong, the consumers start their products in turn, so that
+//            one's softmax runs under the other's:
 //              consumer 1   [QK PV]softmax ......[QK PV]softmax
 //              consumer 2   ......[QK PV]softmax ......[QK PV]softmax
 // Barriers   X_full (X = Q, K, V): a producer warp's arrival and TMA's bytes; consumers wait for it
@@ -489,7 +489,8 @@ class Consumer {
     }
   }
 
-  // Scores of tile j that position hides become -inf. Most tiles that are masked are so on one side.
+  // Scores of tile j that position hides become -inf. Most tiles that are masked are so on one
+  // side.
   __device__ __forceinline__ void hide(float (&S)[kScores], int j, const Work& work) const {
     const int first_column = j * kBc + pin(threadIdx.x) % 4 * 2;
     if (j >= work.unmasked_end[c_]) {
