@@ -172,9 +172,9 @@ MUTATIONS = (
     Mutation(FLOAT32, "scores with Inf are not made once more", "forward_sm90_float32.cu",
              "if (shared.K_special[turn.stage] == 1 + j || shared.Q_special[c])", "if (false)"),
     Mutation(FLOAT32, "NaN in what no row sees is kept", "forward_sm90_float32.cu",
-             "return !kGeneral || block.scores.shown(problem, j0 + r);", "return true;"),
+             "return !kGeneral || block.scores.shown(problem, j * kBc + r);", "return true;"),
     Mutation(FLOAT32, "a consumer passes by a tile too many", "forward_sm90_float32.cu",
-             "if (j0 >= seen_end ||", "if (j0 + kBc > seen_end ||"),
+             "return j0 < some_end &&", "return j0 + kBc <= some_end &&"),
     # Layouts.
     Mutation(SM80, "a chunk is added where the swizzle exchanges it", "common/products_half.cuh",
              "((tile + offset) ^ (column % 128))", "((tile + offset) + (column % 128))"),

@@ -230,6 +230,11 @@ every_kernel = pytest.mark.parametrize("path", ON_HOST_CUDA + ON_GPU)
 every_path = pytest.mark.parametrize("path", HOST + ON_HOST_CUDA + ON_GPU)
 
 
+def a_dtype(kernel: str | Algorithm1 | None) -> str:
+    """One that the kernel takes."""
+    return _DRAWS[kernel]["dtypes"][0] if kernel in _DRAWS else "float16"
+
+
 def normal(seed, *shape, dtype=np.float32) -> np.ndarray:
     """Standard normal numbers."""
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)

@@ -7,7 +7,7 @@ import types
 import ml_dtypes
 import numpy as np
 import pytest
-from paths import KERNELS, launches, normal, qkv
+from paths import KERNELS, a_dtype, launches, normal, qkv
 
 from cupyflash import (
     Algorithm1,
@@ -310,7 +310,8 @@ def test_a_first_call_allocates_results_only(kernel, num_splits):
 every_gpu_kernel = pytest.mark.parametrize("kernel", [None, *KERNELS])
 
 
-def on_gpu(cupy, seed, *shape, dtype=np.float16, **sizes):
+def on_gpu(cupy, seed, *shape, dtype=None, kernel=None, **sizes):
+    dtype = a_dtype(kernel) if dtype is None else dtype
     return tuple(cupy.asarray(x) for x in qkv(seed, *shape, dtype=dtype, **sizes))
 
 
@@ -336,7 +337,7 @@ def no_validation(monkeypatch):
 @every_gpu_kernel
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_same_call_on_other_arrays(cupy, kernel, causal, no_validation):
-    sizes = [on_gpu(cupy, seed, 3, 4, 300, 64, heads_k=2) for seed in (1, 2, 3)]
+    sizes = [on_gpu(cupy, seed, 3, 4, 300, 64, heads_k=2, kernel=kernel) for seed in (1, 2, 3)]
     options = {"causal": causal, "return_lse": True, "kernel": kernel}
     first = attention(*sizes[0], **options)
     no_validation()
@@ -350,8 +351,8 @@ def test_the_same_call_on_other_arrays(cupy, kernel, causal, no_validation):
 @pytest.mark.gpu
 @every_gpu_kernel
 def test_the_same_call_into_an_output(cupy, kernel, no_validation):
-    arrays = on_gpu(cupy, 4, 2, 70, 64)
-    out = cupy.full((2, 70, 64), cupy.nan, np.float16)
+    arrays = on_gpu(cupy, 4, 2, 70, 64, kernel=kernel)
+    out = cupy.full((2, 70, 64), cupy.nan, arrays[0].dtype)
     attention(*arrays, out=out, kernel=kernel)
     expected = out.copy()
     no_validation()
@@ -396,7 +397,7 @@ def test_a_wrong_option_that_equals_a_right_one(cupy):
 @pytest.mark.gpu
 @every_gpu_kernel
 def test_one_call_in_many_threads_and_streams(cupy, kernel):
-    arrays = [on_gpu(cupy, seed, 2, 4, 400, 64) for seed in range(8)]
+    arrays = [on_gpu(cupy, seed, 2, 4, 400, 64, kernel=kernel) for seed in range(8)]
     expected = [attention(*a, causal=True, kernel=kernel) for a in arrays]
     cupy.cuda.Device().synchronize()
     wrong = []
@@ -421,7 +422,7 @@ def test_one_call_in_many_threads_and_streams(cupy, kernel):
 @pytest.mark.gpu
 @every_gpu_kernel
 def test_a_thread_that_has_done_nothing_else(cupy, kernel):
-    arrays = on_gpu(cupy, 7, 2, 4, 100, 64)
+    arrays = on_gpu(cupy, 7, 2, 4, 100, 64, kernel=kernel)
     expected = attention(*arrays, kernel=kernel)
     outs = [cupy.zeros_like(expected) for _ in range(3)]
     cupy.cuda.Device().synchronize()
@@ -447,7 +448,7 @@ def test_a_graph_captures_a_first_call(cupy, kernel, num_splits):
     """Replays write to the call's own memory only, not to what the pool has given away since."""
     if kernel == "forward_sm90" and devices.current_device(0).compute_capability != (9, 0):
         pytest.skip("needs compute capability 9.0")
-    q, k, v = on_gpu(cupy, 8, 40, 8, 300, 64)
+    q, k, v = on_gpu(cupy, 8, 40, 8, 300, 64, kernel=kernel)
     how = {"causal": True, "kernel": kernel, "num_splits": num_splits}
     expected = attention(q, k, v, **how)
     out = cupy.zeros_like(expected)
@@ -469,7 +470,7 @@ def test_a_graph_captures_a_first_call(cupy, kernel, num_splits):
 @pytest.mark.gpu
 @every_gpu_kernel
 def test_a_graph_captures_a_call(cupy, kernel):
-    q, k, v = on_gpu(cupy, 8, 2, 4, 200, 64, seqlen_k=3000)
+    q, k, v = on_gpu(cupy, 8, 2, 4, 200, 64, seqlen_k=3000, kernel=kernel)
     out = cupy.empty_like(q)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -478,7 +479,7 @@ def test_a_graph_captures_a_call(cupy, kernel):
         attention(q, k, v, causal=True, out=out, kernel=kernel)
         graph = stream.end_capture()
         for seed in (9, 10):
-            new = on_gpu(cupy, seed, 2, 4, 200, 64, seqlen_k=3000)
+            new = on_gpu(cupy, seed, 2, 4, 200, 64, seqlen_k=3000, kernel=kernel)
             for old, x in zip((q, k, v), new, strict=True):
                 old[...] = x
             out[...] = cupy.nan

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from paths import KERNELS, qkv
+from paths import KERNELS, a_dtype, qkv
 from problem_calls import Exported
 
 from cupyflash import Algorithm1, _arrays, attention
@@ -20,7 +20,8 @@ pytestmark = pytest.mark.gpu
 every_gpu_kernel = pytest.mark.parametrize("kernel", KERNELS)
 
 
-def on_gpu(cupy, seed, *shape, dtype=np.float16, **sizes):
+def on_gpu(cupy, seed, *shape, dtype=None, kernel=None, **sizes):
+    dtype = a_dtype(kernel) if dtype is None else dtype
     return tuple(cupy.asarray(x) for x in qkv(seed, *shape, dtype=dtype, **sizes))
 
 
@@ -31,7 +32,7 @@ def on_gpu(cupy, seed, *shape, dtype=np.float16, **sizes):
 @pytest.mark.parametrize("shape", [(80_000, 1, 16, 32), (1, 80_000, 16, 32), (300, 300, 16, 32)])
 def test_h13_more_entries_and_heads_than_65535(cupy, kernel, shape):
     """Dao-AILab/flash-attention#1786: an invalid configuration."""
-    q, k, v = on_gpu(cupy, 13, *shape)
+    q, k, v = on_gpu(cupy, 13, *shape, kernel=kernel)
     o, lse = attention(q, k, v, causal=True, return_lse=True, kernel=kernel)
     axis = 0 if shape[0] > 1 else 1
     half = shape[axis] // 2
@@ -72,7 +73,7 @@ def spin(cupy):
 
 @every_gpu_kernel
 def test_work_goes_to_the_current_stream_and_the_host_does_not_wait(cupy, spin, kernel):
-    q, k, v = on_gpu(cupy, 15, 4, 200, 64)
+    q, k, v = on_gpu(cupy, 15, 4, 200, 64, kernel=kernel)
     expected = attention(q, k, v, kernel=kernel)
     late_q = cupy.zeros_like(q)
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -92,7 +93,7 @@ def test_work_goes_to_the_current_stream_and_the_host_does_not_wait(cupy, spin, 
 
 @every_gpu_kernel
 def test_workspaces_are_not_handed_out_before_the_kernel_is_done(cupy, spin, kernel):
-    q, k, v = on_gpu(cupy, 16, 4, 200, 64)
+    q, k, v = on_gpu(cupy, 16, 4, 200, 64, kernel=kernel)
     expected, expected_lse = attention(q, k, v, return_lse=True, kernel=kernel)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -111,7 +112,7 @@ def test_h32_arrays_on_a_device_that_is_not_current(cupy, kernel):
     """flashinfer-ai/flashinfer#452, cupy/cupy#3193: an illegal access."""
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two GPUs")
-    arrays = qkv(17, 2, 100, 64, dtype=np.float16)
+    arrays = qkv(17, 2, 100, 64, dtype=a_dtype(kernel))
     expected = attention_reference(*arrays)
     here, there = [], []
     for device, moved in ((0, here), (1, there)):
@@ -144,7 +145,7 @@ class ThroughInterface:
 @every_gpu_kernel
 @pytest.mark.parametrize("wrapper", [Exported, ThroughInterface])
 def test_arrays_of_other_libraries_are_taken_without_a_copy(cupy, wrapper, kernel):
-    q, k, v = on_gpu(cupy, 18, 2, 100, 64)
+    q, k, v = on_gpu(cupy, 18, 2, 100, 64, kernel=kernel)
     k = k[:, ::2]
     v = v[:, 1::2]
     seqlens_k = cupy.asarray(37)
@@ -195,7 +196,7 @@ def test_a_kernel_of_the_host_is_refused(cupy):
 @every_gpu_kernel
 @pytest.mark.parametrize("integers", [np.int32, np.int64, np.int16])
 def test_lengths_on_the_device_are_clamped_there(cupy, integers, kernel):
-    q, k, v = on_gpu(cupy, 23, 4, 2, 30, 16, seqlen_k=50)
+    q, k, v = on_gpu(cupy, 23, 4, 2, 30, 16, seqlen_k=50, kernel=kernel)
     wild = cupy.array([-5, 1000, 50, 7], integers)
     tame = cupy.array([0, 50, 50, 7], integers)
     for options in ({}, {"causal": True}):
@@ -263,12 +264,12 @@ def test_elements_at_odd_addresses_are_copied(cupy, kernel, step):
         strides = tuple(step * s // x.itemsize for s in x.strides)
         odd = cupy.ndarray(x.shape, x.dtype, memptr=memory.data + 1, strides=strides)
         every_byte = cupy.ndarray(
-            (*x.shape, 2), np.uint8, memptr=odd.data, strides=(*odd.strides, 1)
+            (*x.shape, x.itemsize), np.uint8, memptr=odd.data, strides=(*odd.strides, 1)
         )
         every_byte[...] = x[..., None].view(np.uint8)
         return odd
 
-    q, k, v = on_gpu(cupy, 22, 2, 30, 64)
+    q, k, v = on_gpu(cupy, 22, 2, 30, 64, kernel=kernel)
     expected = attention(q, k, v, kernel=kernel)
     assert (attention(arranged(q), k, arranged(v)) == attention(q, k, v)).all()
     if kernel != "forward_sm90":  # which takes no such arrays; the plan saw them before the copy

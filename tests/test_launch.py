@@ -12,7 +12,7 @@ import pytest
 from hostcuda.probes import MARKS as HOSTCUDA
 from hypothesis import example, given
 from hypothesis import strategies as st
-from paths import every_kernel, launches, normal, qkv, run_on_host_cuda
+from paths import a_dtype, every_kernel, launches, normal, qkv, run_on_host_cuda
 
 from cupyflash import (
     _arrays,
@@ -271,8 +271,7 @@ extern "C" __global__ void {kernel}(const __grid_constant__ Probe probe) {{
 def a_record(kernel) -> _launch.LaunchRecord:
     """One of a call that has all of the kernel's pointers: parts of the keys, many works."""
     heads = 200 if kernel == "forward_sm90" else 1
-    dtype = np.float32 if kernel.endswith("float32") else np.float16
-    q, k, v = qkv(0, heads, 70, 64, seqlen_k=5000, heads_k=1, dtype=dtype)
+    q, k, v = qkv(0, heads, 70, 64, seqlen_k=5000, heads_k=1, dtype=a_dtype(kernel))
     name = "forward_sm80" if kernel == "combine" else kernel
     options = {"mask": np.ones((70, 5008), bool)[:, :5000]} if kernel == "forward_sm90" else {}
     *_, records = launches(q, k, v, kernel=name, causal=True, seqlens_k=4000, **options)

@@ -6,7 +6,7 @@ import contextlib
 import numpy as np
 import pytest
 from hypothesis import given
-from paths import KERNELS, Path, launches, normal, qkv
+from paths import KERNELS, Path, a_dtype, launches, normal, qkv
 
 from cupyflash import plan
 from cupyflash.plan import _cached_plan
@@ -25,7 +25,7 @@ def tired(monkeypatch):
 
 @pytest.mark.parametrize("kernel", ["forward_sm90", "forward_sm90_float32", "forward_sm80"])
 def test_a_refusal_without_a_reason_is_a_failure(tired, kernel):
-    q, k, v = qkv(0, 2, 9, 64, dtype=np.float32 if kernel.endswith("float32") else np.float16)
+    q, k, v = qkv(0, 2, 9, 64, dtype=a_dtype(kernel))
     with pytest.raises(ValueError, match=f"kernel '{kernel}' is tired"):
         Path("hostcuda", kernel)(q, k, v, causal=True)
 

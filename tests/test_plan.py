@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from paths import KERNELS, launches, normal, qkv
+from paths import KERNELS, a_dtype, launches, normal, qkv
 
 from cupyflash import Algorithm1, Plan, _params, _problem, attention, devices, io_model, plan
 from cupyflash._launch import MAX_GRID_X
@@ -283,7 +283,7 @@ SIZES = {"seqlen_q": 70, "seqlen_k": 90, "head_dim": 24, "batch": 2, "heads_q": 
 
 @pytest.mark.parametrize("kernel", [*KERNELS, Algorithm1(sram_elements=3000, chunks=2)], ids=str)
 def test_the_launch_is_as_planned(kernel):
-    dtype = "float32" if str(kernel).endswith("float32") else "float16"
+    dtype = a_dtype(kernel)
     arrays = qkv(0, 2, 6, 70, 24, seqlen_k=90, heads_k=3, dtype=np.dtype(dtype))
     *_, records = launches(*arrays, kernel=kernel, causal=True)
     planned = plan(**SIZES, dtype=dtype, causal=True, device="H200", kernel=kernel)

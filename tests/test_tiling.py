@@ -11,7 +11,7 @@ import pytest
 from hostcuda.probes import MARKS as HOSTCUDA
 from hypothesis import example, given
 from hypothesis import strategies as st
-from paths import launches, qkv
+from paths import a_dtype, launches, qkv
 
 from cupyflash import Algorithm1, _problem, _sm80, devices, plan, tiling
 from cupyflash.plan import KERNELS
@@ -260,7 +260,7 @@ def test_the_table_lists_what_plans_ask_for():
 @pytest.mark.parametrize("seqlen_q", [1, 200])
 def test_launches_are_of_what_the_plan_asked_for(kernel, seqlen_q):
     table = {(name, options) for name, options, _ in tiling.specialisations()}
-    dtype = "float32" if kernel.endswith("float32") else "float16"
+    dtype = a_dtype(kernel)
     q, k, v = qkv(0, 2, seqlen_q, 64, seqlen_k=3000, dtype=dtype)
     *_, records = launches(q, k, v, kernel=kernel)
     asked = plan(
@@ -271,5 +271,5 @@ def test_launches_are_of_what_the_plan_asked_for(kernel, seqlen_q):
     assert (first.kernel, first.options, first.grid) == (kernel, asked.options, asked.grid)
     assert (first.block, first.smem_bytes) == (asked.block, asked.smem_bytes)
     assert {(r.kernel, r.options) for r in records} <= table
-    divided = kernel in ("forward_simt", "forward_sm80", "forward_sm90_float32")
-    assert [r.kernel for r in records[1:]] == ["combine"] * divided
+    merged_by_combine = asked.parts is not None and not asked.parts.merges
+    assert [r.kernel for r in records[1:]] == ["combine"] * merged_by_combine

@@ -61,13 +61,6 @@ class TileSoftmax {
   template <int n>
   __device__ __forceinline__ void settle(acc (&S)[kFragments][kKeyTiles][4],
                                          acc (&O)[kFragments][n][4]) {
-    acc keep[kFragments][2];
-    settle(S, O, keep);
-  }
-  // keep: what else was weighed by the m before is to be multiplied by.
-  template <int n>
-  __device__ __forceinline__ void settle(acc (&S)[kFragments][kKeyTiles][4],
-                                         acc (&O)[kFragments][n][4], acc (&keep)[kFragments][2]) {
     acc top[kFragments][2];
     bool grown = false;
 #pragma unroll
@@ -78,11 +71,10 @@ class TileSoftmax {
 #pragma unroll
         for (int k = 1; k < kKeyTiles; ++k) x = max(x, max(S[m][k][2 * h], S[m][k][2 * h + 1]));
         top[m][h] = x;
-        keep[m][h] = 1;
         grown |= outgrown(x, m_[m][h]);
       }
     }
-    if (__any_sync(kFullWarp, grown)) raise(top, O, keep);
+    if (__any_sync(kFullWarp, grown)) raise(top, O);
   }
 
   // Turns S into weights and adds them to l.
@@ -155,8 +147,8 @@ class TileSoftmax {
   }
 
   template <int n>
-  __device__ __forceinline__ void raise(const acc (&top)[kFragments][2], acc (&O)[kFragments][n][4],
-                                        acc (&keep)[kFragments][2]) {
+  __device__ __forceinline__ void raise(const acc (&top)[kFragments][2],
+                                        acc (&O)[kFragments][n][4]) {
 #pragma unroll
     for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
@@ -169,13 +161,13 @@ class TileSoftmax {
         const bool first = subtracts_first(now);
         // The weights so far are relative to slope m as it was rounded, so this factor is too.
         // Where nothing was seen yet, O and l are 0.
-        keep[m][h] = exp_base2(first ? (old - now) * slope_ : product(old, slope_) - base);
+        const acc keep = exp_base2(first ? (old - now) * slope_ : product(old, slope_) - base);
         base_[m][h] = first ? acc(0) : base;
-        l_[m][h] *= keep[m][h];
+        l_[m][h] *= keep;
 #pragma unroll
         for (int k = 0; k < n; ++k) {
-          O[m][k][2 * h] *= keep[m][h];
-          O[m][k][2 * h + 1] *= keep[m][h];
+          O[m][k][2 * h] *= keep;
+          O[m][k][2 * h + 1] *= keep;
         }
       }
     }
