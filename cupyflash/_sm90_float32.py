@@ -45,9 +45,9 @@ class Tiles(_sm80.Tiles):
 
 
 # (head_dim, head_dim_v, Br, warps, Bc, stages, blocks); the first that holds both is taken, or the
-# last, which cuts V into slices. 64 keys: sums of more would be cut off too often. One tile of K and
-# one of V are enough, since one is filled again while products read the other; the memory that a
-# second one takes is the L1 cache's. Few columns of V, as filters have them, need fewer products.
+# last, which cuts V into slices. 64 keys: sums of more would be cut off too often. One tile of K
+# and one of V are enough, since one is filled again while products read the other; the memory that
+# a second one takes is the L1 cache's. Few columns of V, as filters have them, need fewer products.
 _TABLE = (
     (64, 32, 128, 8, 64, 2, 1),
     (64, 64, 128, 8, 64, 2, 1),

@@ -32,15 +32,21 @@ _SHARED = 100
 _COMPARED = 250  # every so many problems are judged on the host too
 _MOST_SCORES = 2**20
 
-# Columns of tiles, and the least head_dim that takes them: all of forward_sm90's, some of
-# forward_sm80's, which has more dtypes and kinds of calls.
+# Columns of tiles, and the least head_dim that takes them: all that Hopper's own kernels have, some
+# of forward_sm80's, which has more dtypes and kinds of calls.
 _TILES = {
     "forward_sm90": tuple(
         (1, d, dv) for d, dv in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
     ),
+    "forward_sm90_float32": ((1, 64, 32), (33, 64, 64), (65, 96, 96), (97, 128, 128)),
     "forward_sm80": ((33, 64, 64), (97, 128, 128), (193, 256, 128)),
 }
-_DTYPES = {"forward_sm90": ("float16", "bfloat16"), "forward_sm80": DTYPES}
+_DTYPES = {
+    "forward_sm90": ("float16", "bfloat16"),
+    "forward_sm90_float32": ("float32",),
+    "forward_sm80": DTYPES,
+}
+_DIVIDING = ("forward_sm90_float32", "forward_sm80")
 _EDGES = (1, 2, 16, 63, 64, 65, 80, 127, 128, 129, 176, 191, 192, 193, 256, 257, 352, 384, 385, 640)
 
 
@@ -99,7 +105,7 @@ def draw(rng: np.random.Generator, kernel: str) -> Drawn:
     if rng.random() < 0.3:
         options["seqlens_k"] = rng.integers(0, seqlen_k, batch, endpoint=True)
     num_splits = None
-    if kernel == "forward_sm80":
+    if kernel in _DIVIDING:
         num_splits = one_of(None, None, 1, 2, 7)
         if rng.random() < 0.2:
             options["mask"] = True
@@ -270,7 +276,7 @@ def check_on_the_host(qkv: list[Any], options: dict[str, Any], o: Any, lse: Any)
 def build_all(kernel: str, architecture: str) -> None:
     """The specialisations of the list, side by side: in processes, for a compiler has its locks."""
     wanted = {(str(d), str(dv)) for _, d, dv in _TILES[kernel]}
-    beside = "combine" if kernel == "forward_sm80" else None
+    beside = "combine" if kernel in _DIVIDING else None
     jobs = []
     for name, options, architectures in tiling.specialisations():
         macros = dict(option.removeprefix("-DCUPYFLASH_").split("=") for option in options)
@@ -383,12 +389,17 @@ def test_judgement_is_that_of_assert_attention_close(dtype):
     ("kernel", "count"),
     [
         pytest.param("forward_sm90", 10_000, marks=pytest.mark.kernel("forward_sm90")),
+        pytest.param(
+            "forward_sm90_float32",
+            2_000,
+            marks=pytest.mark.kernel("forward_sm90_float32", "combine"),
+        ),
         pytest.param("forward_sm80", 2_000, marks=pytest.mark.kernel("forward_sm80", "combine")),
     ],
 )
 def test_random_problems(cupy, kernel, count, record_property):
     device = devices.current_device(0)
-    if kernel == "forward_sm90" and device.compute_capability != (9, 0):
+    if kernel.startswith("forward_sm90") and device.compute_capability != (9, 0):
         pytest.skip(f"needs compute capability 9.0, {device.name} has another")
     if device.compute_capability < (8, 0):
         pytest.skip(f"needs compute capability 8.0, {device.name} has less")
