@@ -150,9 +150,10 @@ def clear_cache() -> None:
 class Call:
     """A call without its arrays. Threads may share it.
 
-    Work goes to the current stream of the device and is not waited for. Small workspaces are kept
-    for the next call on the stream; others are given back to CuPy's pool at once: the pool hands
-    them out again to work of the same stream only, which runs after these launches.
+    Work goes to the current stream of the device and is not waited for. Small workspaces of a
+    single launch are kept for the next call on the stream; others are given back to CuPy's pool at
+    once: the pool hands them out again to work of the same stream only, which runs after these
+    launches.
     """
 
     def __init__(
@@ -185,8 +186,9 @@ class Call:
             self._workspace_bytes += round_up(max(1, pointer.array.nbytes), _WORKSPACE_ALIGNMENT)
             if pointer.name == _ZEROED:
                 self._zeroed_bytes = self._workspace_bytes
+        # Another thread's call on the stream may come between two launches of this one.
         small = self._workspace_bytes <= _KEPT_BYTES and not self._zeroed_bytes
-        self._keeps = self._workspace_bytes > 0 and small
+        self._keeps = self._workspace_bytes > 0 and small and len(records) == 1
         self._launches = [_Launch(record, places, problem.device) for record in records]
 
     def __call__(self, arrays: Sequence[Any], addresses: list[int], out: Any) -> tuple[Any, Any]:
@@ -268,8 +270,10 @@ def _kept_memory(device: int, stream: int) -> Any:
 
     All launches of a stream share it, since they run one after another. Streams are told apart as
     CuPy's pool tells them apart, which takes memory back from one and gives it to the next under
-    the same number. A launch that is refused has counted nothing, and behind a kernel that fails
-    the device takes no more launches of the process.
+    the same number: as there, work that is pending when its stream is destroyed, or the thread that
+    has a stream of its own ends, must not meet that of the next one. A launch that is refused has
+    counted nothing, and behind a kernel that fails the device takes no more launches of the
+    process.
     """
     key = (device, stream, threading.get_ident() if stream == _THREAD_STREAM else 0)
     memory = _kept.get(key)

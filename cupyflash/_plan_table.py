@@ -128,7 +128,7 @@ def _divided_rows(p: Plan, tiles: _sm80.Tiles, device: Device) -> list[tuple[str
         ("block", f"{p.block}: {tiles.Br // tiles.warps} queries a warp"),
         ("key splits", f"{parts.splits}" + (f", merged by {merger}" if parts.splits > 1 else "")),
     ]
-    if p.kernel == _sm80.KERNEL:
+    if p.kernel != _simt.KERNEL:
         rows.append(("heads at a time", f"{parts.bunch} of {heads}, for the L2 cache"))
     if parts.pack > 1:
         rows.append(("heads a tile", f"{parts.pack}, which share a key head"))

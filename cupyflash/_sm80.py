@@ -22,6 +22,7 @@ _ROW_LINE = 128  # bytes that a row of a tile in shared memory is padded to
 _STATIC_SMEM = 256  # bytes that a block has beside its tiles, at most
 _MAX_LENGTH = 2**29  # of sequences, so that sums of positions are 32-bit numbers
 _MAX_HEADS = 2**32
+_MAX_FLOAT64_SCALE = 2.0**100  # Q is scaled before its products are made
 _MAX_ROWS = 2**31  # (query, head) pairs of a group that tiles are cut of
 # Compute capabilities whose float64 is an afterthought.
 SLOW_FLOAT64 = ((7, 5), (8, 6), (8, 9), (10, 3), (12, 0))
@@ -211,6 +212,8 @@ def refusal(problem: AttentionProblem, device: Device) -> str | None:
         return f"takes sequences of less than {_MAX_LENGTH}"
     if problem.batch * problem.heads_q >= _MAX_HEADS:
         return "takes less than 2^32 heads of all batch entries together"
+    if problem.dtype.itemsize == 8 and abs(problem.softmax_scale) > _MAX_FLOAT64_SCALE:
+        return f"takes a softmax_scale of float64 up to {_MAX_FLOAT64_SCALE:g} in size"
     if tiles_for(problem, device) is None:
         return (
             f"can't hold tiles of head_dim {problem.head_dim} in the {device.smem_block_bytes} "

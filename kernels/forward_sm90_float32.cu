@@ -38,16 +38,9 @@
 //            the tensor cores cut off: 2^-24 each.
 // Limits     head_dim up to 128 (Q's parts fill the shared memory); positions are 32-bit numbers:
 //            sequences of less than 2^29; 2^32 heads of the whole batch.
-#include "common/bf16_parts.cuh"
-#include "common/config.cuh"
-#include "common/divided_work.cuh"
-#include "common/mask.cuh"
-#include "common/own_scores.cuh"
-#include "common/params.cuh"
-#include "common/swizzled_tile.cuh"
-#include "common/tile_scores.cuh"
+#include "common/float32_layout.cuh"
+#include "common/float32_producer.cuh"
 #include "common/tile_softmax.cuh"
-#include "common/turn.cuh"
 #include "common/uniform.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -59,111 +52,12 @@
 
 namespace cupyflash {
 
-struct Sm90Float32Params {
-  Problem problem;
-  acc* O;            // (splits, batch, heads_q, seqlen_q, dv) partial results; null if splits is 1
-  acc* lse;          // (splits, batch, heads_q, seqlen_q)
-  int64 first_head;  // of this launch, among all heads of the batch
-  int64 heads;       // of this launch
-  int64 bunch;       // heads that are walked together
-  int64 splits;      // parts of the keys
-  int64 slices;      // of dv
-  int64 q_vectors;   // 1: rows of Q may be read 16 bytes at a time; likewise below
-  int64 k_vectors;
-  int64 v_vectors;
-  int64 o_vectors;
-  int64 bias_vectors;
-  int64 mask_vectors;
-};
-
-constexpr int kWarpgroup = 128;
-constexpr int kConsumerRows = 64;  // the rows of one wgmma
-constexpr int kConsumers = kBr / kConsumerRows;
-constexpr int kProducerRegisters = 120;  // the 168 that a thread starts with, shared out anew
-constexpr int kConsumerRegisters = 192;
-static_assert(kConsumers == 2 && kFragments == 1, "a warp owns 16 rows");
-
-using QTile = SwizzledTile<kConsumerRows, kHeadDim>;
-using KTile = SwizzledTile<kBc, kHeadDim>;
-using VTile = SwizzledTile<kBc, kHeadDimV>;
-using QParts = PartTiles<QTile>;
-using KParts = PartTiles<KTile>;
-using VParts = PartTiles<VTile>;
 constexpr int kScores = kBc / 2;  // floats of a thread: 64 x Bc over 128 threads
 // Columns of P V that are made at a time; all of them at once leave too few registers.
 constexpr int kColumns = kHeadDimV % 64 == 0 ? 64 : kHeadDimV;
 constexpr int kSums = kColumns / 2;
 // Parts of Q that a consumer holds in registers, where there are some left.
 constexpr int kHeldParts = kHeadDim == 64 ? 2 : 0;
-
-// What the threads of a block know of its work. In shared memory: there are no registers for it.
-struct WorkOfBlock {
-  Work work;
-  HeadIndex at;
-  TileBand band;
-  QueryRows rows;
-  KeyBounds keys;
-  OwnScores scores;
-  int dv0;  // first column of V, and how many there are
-  int dv;
-  const float* K;  // of the head; V from its first column on
-  const float* V;
-
-  __device__ explicit WorkOfBlock(const Sm90Float32Params& params)
-      : work(params, 1, blockIdx.x),
-        at(params.problem, static_cast<unsigned>(work.head)),
-        band(Band(params.problem, at.seqlen_k(params.problem))),
-        rows(params.problem, 1, work.tile),
-        keys(rows, band, work.split, static_cast<int>(params.splits)),
-        scores(params.problem, at, rows, rows.i0 + band.offset, params.bias_vectors,
-               params.mask_vectors),
-        dv0(work.slice * kHeadDimV),
-        dv(within(params.problem.head_dim_v - dv0, kHeadDimV)),
-        K(static_cast<const float*>(params.problem.k.data) +
-          at.offset(params.problem.k, at.head_k)),
-        V(static_cast<const float*>(params.problem.v.data) +
-          at.offset(params.problem.v, at.head_k) + dv0 * params.problem.v.col) {}
-};
-
-// Keys that the rows of one consumer see by position. Rows that are not there see what the last one
-// does.
-struct ConsumerKeys {
-  int some_begin;  // some row sees them
-  int some_end;
-  int all_begin;  // every row does
-  int all_end;
-
-  __device__ ConsumerKeys(const QueryRows& rows, const TileBand& band, int c)
-      : ConsumerKeys(band, rows.i0 + min(c * kConsumerRows, rows.rows - 1),
-                     rows.i0 + min((c + 1) * kConsumerRows, rows.rows) - 1) {}
-
-  // Of the tile that begins with key j0.
-  __device__ __forceinline__ bool some(int j0) const {
-    return j0 < some_end && j0 + kBc > some_begin;
-  }
-  __device__ __forceinline__ bool all(int j0) const {
-    return j0 >= all_begin && j0 + kBc <= all_end;
-  }
-
- private:
-  __device__ ConsumerKeys(const TileBand& band, int first, int last)
-      : some_begin(band.first(first)),
-        some_end(band.end(last)),
-        all_begin(band.first(last)),
-        all_end(band.end(first)) {}
-};
-
-struct Shared {
-  alignas(1024) unsigned char Q[kConsumers][QParts::kBytes];
-  alignas(1024) unsigned char K[kStages][KParts::kBytes];
-  alignas(1024) unsigned char V[kStages][VParts::kBytes];
-  Mbarrier K_full[kStages], K_empty[kStages];
-  Mbarrier V_full[kStages], V_empty[kStages];
-  WorkOfBlock block;
-  ConsumerKeys keys[kConsumers];
-  // Of what has NaN or Inf: 1 for Q, 1 + j for tile j.
-  int Q_special[kConsumers], K_special[kStages], V_special[kStages];
-};
 
 // The first parts of Q as left operands of products over 16 columns each. A product of 64 x 64 x 16
 // reads 4 KiB from shared memory in the 32 cycles that it takes, all that there is to read; with
@@ -252,77 +146,6 @@ __device__ __forceinline__ bool finite(float x) { return fabsf(x) < -kMinusInfin
 // Every warp of the consumers says that it has read a buffer.
 __device__ __forceinline__ void release(Mbarrier& empty) {
   if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(empty);
-}
-
-// The producer: tiles of K and V, in the order in which consumers need them, batch after batch. The
-// next batch is on its way from memory while one is split and stored.
-__device__ __forceinline__ void load_keys(const Sm90Float32Params& params, Shared& shared) {
-  constexpr int kBatches = KParts::kBatches + VParts::kBatches;  // of K_j, then of V_j
-  static_assert(kBatches % 2 == 0, "two take turns");
-  const WorkOfBlock& block = shared.block;
-  const Problem& problem = params.problem;
-  const KeyBounds& keys = block.keys;
-  const auto K_parts = [&] {
-    const int thread = pin(threadIdx.x) % kWarpgroup;  // what follows from it is found out anew
-    return KParts(thread, static_cast<int>(problem.head_dim), problem.k.col, params.k_vectors);
-  };
-  const auto V_parts = [&] {
-    const int thread = pin(threadIdx.x) % kWarpgroup;
-    return VParts(thread, block.dv, problem.v.col, params.v_vectors);
-  };
-  const auto load = [&](Batch& x, int j, int batch) {
-    const int j0 = j * kBc;
-    const int begin = keys.keys_begin - j0, end = keys.keys_end - j0;
-    if (batch < KParts::kBatches) {
-      K_parts().load(x, batch, begin, end,
-                     [&](int r) { return block.K + (j0 + r) * problem.k.row; });
-    } else {
-      V_parts().load(x, batch - KParts::kBatches, begin, end,
-                     [&](int r) { return block.V + (j0 + r) * problem.v.row; });
-    }
-  };
-  const auto store_K = [&](Batch& x, int j, int batch) {
-    const Turn<kStages> turn(j - keys.begin);
-    if (K_parts().mend(x, batch, [](int) { return true; })) shared.K_special[turn.stage] = 1 + j;
-    if (batch == 0) mbarrier_wait(shared.K_empty[turn.stage], turn.parity ^ 1);
-    K_parts().store(shared.K[turn.stage], x, batch, 1.0f);
-    if (batch + 1 < KParts::kBatches) return;
-    fence_proxy_async_shared();
-    mbarrier_arrive(shared.K_full[turn.stage]);
-  };
-  const auto store_V = [&](Batch& x, int j, int batch) {
-    const Turn<kStages> turn(j - keys.begin);
-    // A weight of 0 takes no NaN away: what no row sees may not get there.
-    if (V_parts().mend(x, batch, [&](int r) {
-          return !kGeneral || block.scores.shown(problem, j * kBc + r);
-        })) {
-      shared.V_special[turn.stage] = 1 + j;
-    }
-    if (batch == 0) mbarrier_wait(shared.V_empty[turn.stage], turn.parity ^ 1);
-    V_parts().store(shared.V[turn.stage], x, batch, 1.0f);
-    if (batch + 1 < VParts::kBatches) return;
-    fence_proxy_async_shared();
-    mbarrier_arrive(shared.V_full[turn.stage]);
-  };
-  Batch x[2];
-  if (keys.begin < keys.end) load(x[0], keys.begin, 0);
-#pragma unroll 1
-  for (int j = keys.begin; j < keys.end; ++j) {
-#pragma unroll
-    for (int batch = 0; batch < kBatches; ++batch) {
-      const int next = batch + 1;
-      if (next < kBatches) {
-        load(x[next % 2], j, next);
-      } else if (j + 1 < keys.end) {
-        load(x[next % 2], j + 1, 0);
-      }
-      if (batch < KParts::kBatches) {
-        store_K(x[batch % 2], j, batch);
-      } else {
-        store_V(x[batch % 2], j, batch - KParts::kBatches);
-      }
-    }
-  }
 }
 
 // Row h of the thread's two, times factor, to where `to` points: the `cols` first columns.

@@ -149,7 +149,7 @@ MUTATIONS = (
              "        release(shared_.V_empty[Turn<kStages>(tiles).stage]);\n", ""),
     Mutation(SM90, "a work is given back before all lanes have read it", "forward_sm90.cu",
              "    __syncwarp();  // every lane has read it\n", ""),
-    Mutation(FLOAT32, "wrong parity of V_empty", "forward_sm90_float32.cu",
+    Mutation(FLOAT32, "wrong parity of V_empty", "common/float32_producer.cuh",
              "shared.V_empty[turn.stage], turn.parity ^ 1",
              "shared.V_empty[turn.stage], turn.parity"),
     Mutation(FLOAT32, "K_full is not waited for", "forward_sm90_float32.cu",
@@ -171,9 +171,10 @@ MUTATIONS = (
              "shared.V_special[turn.stage] == 1 + j", "false"),
     Mutation(FLOAT32, "scores with Inf are not made once more", "forward_sm90_float32.cu",
              "if (shared.K_special[turn.stage] == 1 + j || shared.Q_special[c])", "if (false)"),
-    Mutation(FLOAT32, "NaN in what no row sees is kept", "forward_sm90_float32.cu",
-             "return !kGeneral || block.scores.shown(problem, j * kBc + r);", "return true;"),
-    Mutation(FLOAT32, "a consumer passes by a tile too many", "forward_sm90_float32.cu",
+    Mutation(FLOAT32, "NaN in what no row sees is kept", "common/float32_producer.cuh",
+             "return !kGeneral || block.scores.shown(problem, block.band, j * kBc + r);",
+             "return true;"),
+    Mutation(FLOAT32, "a consumer passes by a tile too many", "common/float32_layout.cuh",
              "return j0 < some_end &&", "return j0 + kBc <= some_end &&"),
     # Layouts.
     Mutation(SM80, "a chunk is added where the swizzle exchanges it", "common/products_half.cuh",
@@ -202,7 +203,7 @@ MUTATIONS = (
     # What the CPU can't show: a fence between the generic and the asynchronous proxy.
     Mutation(SM90, "no fence before cleared rows of V are multiplied", "common/sm90_producer.cuh",
              "        fence_proxy_async_shared();\n", ""),
-    Mutation(FLOAT32, "no fence before parts of V are multiplied", "forward_sm90_float32.cu",
+    Mutation(FLOAT32, "no fence before parts of V are multiplied", "common/float32_producer.cuh",
              "    fence_proxy_async_shared();\n    mbarrier_arrive(shared.V_full",
              "    mbarrier_arrive(shared.V_full"),
 )  # fmt: skip

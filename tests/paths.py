@@ -153,7 +153,8 @@ class Path:
             device = sys.modules["cupy"].cuda.Device().id
             capability = devices.current_device(device).compute_capability
         if self.kernel == "forward_sm80":
-            return capability < (8, 0) or q.shape[-1] > 256
+            large = q.dtype == np.float64 and abs(options.get("softmax_scale") or 1) > 2.0**100
+            return capability < (8, 0) or q.shape[-1] > 256 or large
         if self.kernel == "forward_sm90_float32":
             return capability != (9, 0) or q.dtype != np.float32 or q.shape[-1] > 128
         given = {name for name, value in options.items() if value is not None}

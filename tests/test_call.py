@@ -273,10 +273,31 @@ class TestKeptMemory:
         assert by_name["O"] == (5, 0)
         assert by_name["counts"] == (6, 0)
 
+    def test_two_launches_of_a_call_have_a_workspace_of_their_own(self, monkeypatch, taken):
+        """A call of another thread may come between them, on the same stream."""
+        monkeypatch.setattr(_call, "_Launch", lambda *how: lambda *given: None)
+        q, k, v = qkv(0, 40, 8, 1, 64, seqlen_k=3000, dtype=np.float32)
+        *_, records = launches(q, k, v, kernel="forward_sm80", num_splits=3)
+        assert [record.kernel for record in records] == ["forward_sm80", "combine"]
+        call = _call.Call(_problem.from_arrays("attention", q, k, v), records, return_lse=True)
+        cuda = _call.sys.modules["cupy"].cuda
+        cuda.get_current_stream = lambda: types.SimpleNamespace(ptr=0)
+        monkeypatch.setattr(_call, "_threads", types.SimpleNamespace(devices={call._device}))
+        for calls in (1, 2):
+            call.launch([512, 1024, 1536], *(FakeArray(1, address=2048 + 512 * n) for n in (0, 1)))
+            assert len(taken) == calls
+        assert not _call._kept
+
 
 @pytest.mark.parametrize(
     ("kernel", "num_splits"),
-    [("fa1_forward", None), ("forward_sm80", 3), ("forward_simt", 3), ("forward_sm90", None)],
+    [
+        ("fa1_forward", None),
+        ("forward_sm80", 3),
+        ("forward_simt", 3),
+        ("forward_sm90_float32", 3),
+        ("forward_sm90", None),
+    ],
 )
 def test_a_first_call_allocates_results_only(kernel, num_splits):
     """A graph that captures it would clear, at each replay, memory that went back to the pool."""
@@ -287,7 +308,7 @@ def test_a_first_call_allocates_results_only(kernel, num_splits):
             allocated.append(shape)
             return np.empty(shape, dtype)
 
-    q, k, v = qkv(0, 40, 8, 300, 64, dtype=np.float16)
+    q, k, v = qkv(0, 40, 8, 300, 64, dtype=a_dtype(kernel))
     device = named_device("H200")
     problem = _problem.from_arrays("attention", q, k, v, causal=True)
     plan = make_plan("attention", problem, kernel, device=device, num_splits=num_splits)

@@ -107,6 +107,14 @@ def test_agrees_with_the_oracle_on_a_gpu(path):
 
 
 @every_kernel
+def test_any_byte_but_0_of_a_mask_shows(path):
+    """A view of other bytes as bool is no copy, and nobody has made them 0 and 1."""
+    q, k, v = qkv(31, 2, 40, 64, seqlen_k=160, dtype=path.dtypes[0])
+    numbers = np.random.default_rng(32).choice(np.uint8([0, 0, 1, 2, 128, 255]), (40, 160))
+    assert_same_bits(path(q, k, v, mask=numbers.view(bool)), path(q, k, v, mask=numbers != 0))
+
+
+@every_kernel
 @pytest.mark.parametrize("head_dim", [1, 2, 31, 100, 256])
 def test_any_head_dim_with_default_tiles(path, head_dim):
     q, k, v = qkv(head_dim, 1, path.size(500, 20), head_dim, seqlen_k=path.size(700, 70))

@@ -115,6 +115,23 @@ def test_values_that_are_not_finite(path, nan):
 
 
 @both
+def test_tiles_with_inf_that_share_a_stage(path):
+    """What a tile says of itself is said when nobody reads what the one before has said."""
+    q, k, v = qkv(19, 1, 70, 64, seqlen_k=330)
+    q[...] = abs(q)
+    hidden = np.arange(3, 330, 64)
+    k[:, hidden] = -np.inf
+    v[:, hidden + 1, 2] = np.inf
+    o, lse = path(q, k, v)
+    assert (o[..., 2] == np.inf).all()
+    kept = ~np.isin(np.arange(330), hidden)
+    v[:, hidden + 1, 2] = 0
+    expected = Problem(q, k[:, kept], v[:, kept]).reference
+    others = np.arange(64) != 2
+    assert_attention_close((o[..., others], lse), (expected[0][..., others], expected[1]))
+
+
+@both
 @pytest.mark.parametrize("hides", ["mask", "bias", "length"])
 def test_what_is_hidden_from_a_tile_may_be_nan(path, hides):
     q, k, v = qkv(10, 2, 150, 64, seqlen_k=150)
@@ -133,6 +150,9 @@ def test_what_is_hidden_from_a_tile_may_be_nan(path, hides):
         o, _ = path(q, k, v, mask=mixed)
         assert np.isfinite(o[:, :128]).all()
         assert not np.isfinite(o[:, 140]).any()
+        mixed = shown.copy()
+        mixed[5, 72] = True  # shown, but not by position
+        assert np.isfinite(path(q, k, v, mask=mixed, causal=True)[0]).all()
 
 
 @both
@@ -156,6 +176,16 @@ class TestOnHostCuda:
         o, lse, (launch,) = launches(q, k, v, kernel=KERNEL, num_splits=1, causal=True)
         hostcuda.run_schedules(launch)
         assert_attention_close((o, lse), Problem(q, k, v, {"causal": True}))
+
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    def test_no_schedule_changes_what_inf_makes(self, head_dim):
+        q, k, v = qkv(20, 1, 1, 70, head_dim, seqlen_k=330)
+        k[..., 3::64, :] = -np.inf
+        v[..., 4::64, 2] = np.inf
+        o, _, (launch,) = launches(abs(q), k, v, kernel=KERNEL, num_splits=1)
+        hostcuda.run_schedules(launch)
+        assert (o[..., 2] == np.inf).all()
+        assert np.isfinite(np.delete(o, 2, -1)).all()
 
 
 @pytest.mark.parametrize("general", [False, True])

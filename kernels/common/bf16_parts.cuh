@@ -43,14 +43,6 @@ __device__ __forceinline__ void split(float x, float y, unsigned (&parts)[kParts
   }
 }
 
-// The first part at a place of a tile.
-template <class T>
-__device__ __forceinline__ float first_part(const unsigned char* tile, int row, int column) {
-  const unsigned at = T::byte_of(row, column / 8) + column % 8 * 2;
-  const unsigned upper = *reinterpret_cast<const unsigned short*>(tile + at);
-  return __uint_as_float(upper << 16);
-}
-
 // Three tiles, one for each part, of rows that one warpgroup loads, splits and stores: a thread has
 // kUnit columns of every kPassRows-th row, in batches of kBatch rows.
 constexpr int kUnit = 8;  // columns: 16 bytes of each part

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // merge_parts.cuh: the parts of a query tile whose keys were divided, merged by the thread block
-// that was done last. Where a tile's parts are too many for its shared memory, combine.cu does it.
+// that was done last, of plain calls of few 16-bit queries whose parts fit its shared memory.
+// combine.cu merges all others; _sm80.py says which is which.
 //
 // Which block that is differs from run to run; what it does, and in which order, does not.
 #pragma once

@@ -43,7 +43,8 @@ class OwnScores {
     if (mask_) {
       uint8 mask[kFragments][kKeyTiles][4];
       gather(mask, mask_, problem, problem.mask, mask_pairs_, j0);
-      each(mask, [&](int m, int n, int x, uint8 one) { entries.shown[m] |= one << (4 * n + x); });
+      each(mask,
+           [&](int m, int n, int x, uint8 one) { entries.shown[m] |= (one != 0) << (4 * n + x); });
     }
     if (bias_) {
       gather(entries.bias, bias_, problem, problem.bias, bias_pairs_, j0);
@@ -84,12 +85,14 @@ class OwnScores {
     }
   }
 
-  // Whether bias and mask show key j to some row.
-  __device__ __forceinline__ bool shown(const Problem& problem, int j) const {
+  // Whether some row sees key j.
+  __device__ __forceinline__ bool shown(const Problem& problem, const TileBand& band, int j) const {
     bool some = false;
 #pragma unroll 1
     for (int r = 0; r < rows_.rows && !some; ++r) {
-      some = (!mask_ || mask_[r * problem.mask.row + j * problem.mask.col]) &&
+      const int i = rows_.i0 + r;
+      some = j >= band.first(i) && j < band.end(i) &&
+             (!mask_ || mask_[r * problem.mask.row + j * problem.mask.col]) &&
              (!bias_ || bias_[r * problem.bias.row + j * problem.bias.col] != kMinusInfinity);
     }
     return some;

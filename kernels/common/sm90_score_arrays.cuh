@@ -260,7 +260,7 @@ __device__ __forceinline__ void hide_by_bias(float (&S)[n], const unsigned char*
 }
 
 // What the mask says of the keys of two rows that a thread holds scores of, from its own first
-// column on: bit 8 (2 h + e) + g is that of key 16 g + 8 h + e. Bytes of the mask are 0 or 1.
+// column on: bit 8 (2 h + e) + g is that of key 16 g + 8 h + e.
 struct SeenKeys {
   unsigned rows[kFragmentRows];
 
@@ -275,6 +275,13 @@ struct SeenKeys {
   }
 };
 
+// Each byte that is not 0 becomes 1.
+__device__ __forceinline__ unsigned ones(unsigned bytes) {
+#pragma unroll
+  for (int bits = 4; bits > 0; bits /= 2) bytes |= bytes >> bits;
+  return bytes & 0x01010101u;
+}
+
 // Of a tile of Bc = 2 n keys.
 template <int n>
 __device__ __forceinline__ SeenKeys read_mask(const unsigned char* tile, bool one_row) {
@@ -285,14 +292,32 @@ __device__ __forceinline__ SeenKeys read_mask(const unsigned char* tile, bool on
   const int lane = thread % kWarpSize;
   const int row = one_row ? 0 : thread / kWarpSize * 16 + lane % 16;
   const unsigned first = shared_address(tile) + ScoreTile::byte_of(row, lane / 16);
+  const auto read = [&](unsigned (&bytes)[4], int k) {
+    constexpr int kUnits = ScoreTile::kRowBytes / 16;
+    ldmatrix_x4(bytes, (first ^ 2 * k % kUnits * 16) + 2 * k / kUnits * ScoreTile::kSlabBytes);
+  };
   unsigned keys[kFragmentRows] = {0, 0};
+  unsigned all = 0;
 #pragma unroll
   for (int k = 0; k < n / 16; ++k) {
-    constexpr int kUnits = ScoreTile::kRowBytes / 16;
     unsigned bytes[4];
-    ldmatrix_x4(bytes, (first ^ 2 * k % kUnits * 16) + 2 * k / kUnits * ScoreTile::kSlabBytes);
+    read(bytes, k);
 #pragma unroll
-    for (int x = 0; x < 4; ++x) keys[x % 2] += bytes[x] << 2 * k + x / 2;
+    for (int x = 0; x < 4; ++x) {
+      keys[x % 2] += bytes[x] << 2 * k + x / 2;
+      all |= bytes[x];
+    }
+  }
+  // numpy makes bytes of 0 and 1, but a view of others' may have any.
+  if (__any_sync(kFullWarp, (all & 0xfefefefeu) != 0)) {
+    keys[0] = keys[1] = 0;
+#pragma unroll 1
+    for (int k = 0; k < n / 16; ++k) {
+      unsigned bytes[4];
+      read(bytes, k);
+#pragma unroll
+      for (int x = 0; x < 4; ++x) keys[x % 2] += ones(bytes[x]) << 2 * k + x / 2;
+    }
   }
   // A thread's scores are of keys 2 q, 2 q + 1, 8 + 2 q and 8 + 2 q + 1.
   SeenKeys seen;

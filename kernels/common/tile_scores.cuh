@@ -151,6 +151,13 @@ __device__ __forceinline__ Pair<element> lower(Pair<element> a, Pair<element> b)
 }
 #endif
 
+// Each byte that is not 0 becomes 1: numpy makes no others, but a view may have any.
+__device__ __forceinline__ unsigned ones(unsigned bytes) {
+#pragma unroll
+  for (int bits = 4; bits > 0; bits /= 2) bytes |= bytes >> bits;
+  return bytes & 0x0101u;
+}
+
 // Softcap, bias, ALiBi and mask of one (batch entry, group of heads), for the rows of this warp.
 //
 // Bias and mask of a tile are loaded one tile ahead, each into a buffer of its own, which is free
@@ -363,8 +370,8 @@ class ScoreChanges {
     ScoreTile<T>::start(tile, from, view.row, view.col, rows, keys, vectors);
   }
 
-  // What the mask shows of the tile that has landed. A bool is 0 or 1, so that a shift of two
-  // neighbours puts each where its bit belongs.
+  // What the mask shows of the tile that has landed. As 0 or 1, two neighbours are put where their
+  // bits belong by one shift.
   __device__ __forceinline__ unsigned shown(int m) const {
     const Rows<uint8> rows(mask_tile(), problem_.mask, quad());
     unsigned set = 0;
@@ -373,7 +380,7 @@ class ScoreChanges {
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) {
         const Pair<uint8> x = rows.read(m, h, n);
-        set += static_cast<unsigned>(__builtin_bit_cast(unsigned short, x)) << (n + 16 * h);
+        set += ones(__builtin_bit_cast(unsigned short, x)) << (n + 16 * h);
       }
     }
     return set;
