@@ -230,7 +230,7 @@ def griddepcontrol(rng: np.random.Generator) -> Case:
 
 def atom(rng: np.random.Generator) -> Case:
     x = _words(rng, 7, 64)
-    parts, sums = np.empty_like(x), np.empty(64, np.uint32)
+    parts, sums = np.zeros_like(x), np.empty(64, np.uint32)
     expected = (3 * x.astype(np.uint64)).sum(0).astype(np.uint32)
     count = np.zeros(1, np.uint32)
     output = Output("atom.inc", sums, expected)
