@@ -54,6 +54,8 @@ def specialisations_to_test():
             continue
         if kernel == "forward_sm90" and macros["ELEMENT"] == "bfloat16":
             continue  # tests/test_forward_sm90.py builds these
+        if kernel == "forward_sm90_float32":
+            continue  # and tests/test_forward_sm90_float32.py these
         seen.add(which)
         capability = {a: devices.architecture_device(a).compute_capability for a in architectures}
         built = sorted((a for a in architectures if capability[a] >= (7, 5)), key=capability.get)
