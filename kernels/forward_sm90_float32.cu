@@ -152,15 +152,12 @@ __device__ __forceinline__ void release(Mbarrier& empty) {
 // vectors: they are contiguous and 8-byte aligned.
 __device__ __forceinline__ void store_row(const float (&O)[kHeadDimV / 8][4], int h, float factor,
                                           float* to, int64 col_stride, int cols, bool vectors) {
-  struct alignas(8) Pair2 {
-    float x[2];
-  };
 #pragma unroll
   for (int n = 0; n < kHeadDimV / 8; ++n) {
     const int column = lane_key(n);
-    const Pair2 pair{{O[n][2 * h] * factor, O[n][2 * h + 1] * factor}};
+    const Pair<float> pair{{O[n][2 * h] * factor, O[n][2 * h + 1] * factor}};
     if (vectors && column + 2 <= cols) {
-      *reinterpret_cast<Pair2*>(to + column) = pair;
+      *reinterpret_cast<Pair<float>*>(to + column) = pair;
     } else {
       if (column < cols) to[column * col_stride] = pair.x[0];
       if (column + 1 < cols) to[(column + 1) * col_stride] = pair.x[1];

@@ -4,17 +4,18 @@
 //   CUPYFLASH_ELEMENT   float16 | bfloat16 | float32 | float64: dtype of Q, K, V and O
 //   CUPYFLASH_GENERAL   1: softcap, bias, mask or ALiBi may be there; 0: none of them is
 //
-// and of the kernels that have their tiles at compile time (_sm80.py, _sm90.py and _simt.py have
-// the tables):
+// and of the kernels that have their tiles at compile time (_sm80.py, _sm90.py, _sm90_float32.py
+// and _simt.py have the tables):
 //   CUPYFLASH_HEAD_DIM, CUPYFLASH_HEAD_DIM_V   columns of the tiles of Q and K, of V and O
 //   CUPYFLASH_BR, CUPYFLASH_BC                 queries and keys of a tile
 //   CUPYFLASH_STAGES                           tiles of K, and of V, on their way or in use
 //   CUPYFLASH_Q_STAGES                         forward_sm90: tiles of Q
 //   CUPYFLASH_SCORE_ARRAY                      forward_sm90: bias | mask, if there is one
 //   CUPYFLASH_SCORE_STAGES                     forward_sm90: tiles of it
-//   CUPYFLASH_WARPS, CUPYFLASH_BLOCKS          forward_sm80, forward_simt: warps of a block, and
-//                                              blocks that are to share a multiprocessor (bounds
-//                                              the registers)
+//   CUPYFLASH_WARPS, CUPYFLASH_BLOCKS          forward_sm80, forward_sm90_float32 (those that own
+//                                              rows), forward_simt: warps of a block, and blocks
+//                                              that are to share a multiprocessor (bounds the
+//                                              registers)
 //   CUPYFLASH_TF32                             forward_sm80: float32 by one TF32 product
 #pragma once
 

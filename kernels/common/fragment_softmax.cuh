@@ -49,9 +49,9 @@ __device__ __forceinline__ void hide_before(float (&S)[n], const int (&first)[kF
 // (m, l) of two rows. Scores s are counted in some unit u (unscaled products in softmax_scale); the
 // weights are 2^(slope s - base), where slope = u log2(e) and base = slope m. O / l is the same for
 // any m, and P, O and l hold numbers much larger than 1 as well as those below: m need not be the
-// maximum, only near enough to it. So it is looked for where a row begins and where tiles are
-// masked (fold); from there on tiles are folded by the m that is there (fold_steady), and a new one
-// is looked for only by rows that get a weight beyond kRoom (fold_grown).
+// maximum, only near enough to it. So it is looked for where a row begins and where position
+// masks tiles (fold); from there on tiles are folded by the m that is there (fold_steady), and a
+// new one is looked for only by rows that get a weight beyond kRoom (fold_grown).
 // One FMA makes the exponent: it rounds base, by the same amount in every weight of the row and in
 // l, which cancels. From kLargeBase on that rounding would exceed what a 16-bit P can hold: there m
 // is taken from the scores first, which is exact for those that are near it, and base is 0.
